@@ -223,7 +223,7 @@ def test_component_nodes_that_cannot_be_are_refused_before_the_queue() -> None:
     assert str(refused.value) == (
         "1 trainer node of partition both and 4 searcher nodes of partition large cannot be chosen so that "
         "the names of one role all come before those of the other, as one MPI world over a het job needs:"
-        " ask for fewer --nodes, or for one partition and --homogeneous"
+        " ask for fewer --nodes, or use one partition and --homogeneous"
     )
 
 

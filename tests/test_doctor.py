@@ -266,9 +266,9 @@ def test_a_good_cluster_has_no_findings_but_good_ones(monkeypatch: pytest.Monkey
         ("pmi2", "", "ok", ("--mpi=pmi2",)),
         ("pspmix", "Open MPI v5.0.11", "problem", ("no --mpi=pspmix, only: cray_shasta, pmi2",)),
         (None, "", "ok", ("left to the cluster (MpiDefault=none)",)),
-        (None, "Open MPI v5.0.11", "warning", ("MpiDefault=none is not for Open MPI", "set mpi: pmix")),
-        ("pmi2", "Open MPI v5.0.11", "problem", ("would not meet", "set mpi: pmix")),
-        ("pmix", "MPICH Version: 5.0.2", "problem", ("would not meet", "set mpi: pmi2")),
+        (None, "Open MPI v5.0.11", "warning", ("MpiDefault=none does not fit Open MPI", "set mpi: pmix")),
+        ("pmi2", "Open MPI v5.0.11", "problem", ("each rank would be alone", "set mpi: pmix")),
+        ("pmix", "MPICH Version: 5.0.2", "problem", ("each rank would be alone", "set mpi: pmi2")),
         ("pmix", "MPI VERSION : CRAY MPICH version 8.1.29", "problem", ("set mpi: cray_shasta",)),
         (
             "pmix_v5",
@@ -315,7 +315,7 @@ def test_one_allocation_uses_the_trainers_partition() -> None:
     assert [partition["PartitionName"] for partition in ASKED.used(site)] == ["low"]
     split = plan(parse_config({"model": {"path": "none"}}), site, 7)
     finding = slurm_checks.check_nodes(replace(_facts(site=site), split=split))
-    _says(finding, "problem", "7 nodes are asked of partition low")
+    _says(finding, "problem", "the job needs 7 nodes of partition low")
 
 
 def test_a_shells_own_options_do_not_override_the_script() -> None:
@@ -379,16 +379,16 @@ def test_what_a_partition_refuses_is_found_before_the_queue(
     ("nodes", "homogeneous", "site", "words"),
     [
         (4, False, Site(), None),
-        (5, False, Site(), "4 nodes are asked of partition main, but it has MaxNodes=3"),
-        (7, False, Site(), "7 nodes are asked of partition main, but it has TotalNodes=6"),
+        (5, False, Site(), "the job needs 4 nodes of partition main, which has MaxNodes=3"),
+        (7, False, Site(), "the job needs 7 nodes of partition main, which has TotalNodes=6"),
         (3, True, Site(), None),
-        (4, True, Site(), "4 nodes are asked of partition main, but it has MaxNodes=3"),
+        (4, True, Site(), "the job needs 4 nodes of partition main, which has MaxNodes=3"),
         (6, False, Site.model_validate({"searcher": {"partition": "low"}}), None),
         (
             9,
             False,
             Site.model_validate({"searcher": {"partition": "low"}}),
-            "7 nodes are asked of partition low",
+            "the job needs 7 nodes of partition low",
         ),
         (9, False, Site(partition="hidden"), None),  # Slurm will say
     ],
@@ -448,9 +448,9 @@ def test_a_refusal_names_the_site_key(message: str, key: str) -> None:
         (A100, ("2.13.0", "12.8"), 2, "ok", ("2 × NVIDIA A100-SXM4-40GB", "570.133.20")),
         (A100, ("2.13.0", "12.8"), 4, "problem", ("gpus_per_node: 4", "gets 2", "gpu_request")),
         (((), "", "", "not on PATH"), ("2.13.0", "12.8"), 4, "problem", ("gets 0 (not on PATH)",)),
-        (((), "", "", ""), ("2.13.0+cpu", ""), 0, "ok", ("on the CPU",)),
-        (A100, ("2.13.0", "13.0"), 2, "problem", ("CUDA 13.0", "570.133.20 runs up to 12.8")),
-        (A100, ("2.13.0+cpu", ""), 2, "problem", ("built for the CPU", "[gpu]")),
+        (((), "", "", ""), ("2.13.0+cpu", ""), 0, "ok", ("uses the CPU",)),
+        (A100, ("2.13.0", "13.0"), 2, "problem", ("CUDA 13.0", "570.133.20 supports at most 12.8")),
+        (A100, ("2.13.0+cpu", ""), 2, "problem", ("built for CPUs", "[gpu]")),
         (((), "", "", "not on PATH"), ("2.13.0+rocm7.1", ""), 8, "ok", ("AMD",)),
     ],
 )
@@ -472,11 +472,11 @@ def test_the_run_root_must_carry_a_run(tmp_path: Path) -> None:
     _says(kind("fuse.juicefs", shared=True), "ok")
     _says(kind("ext4", shared=True), "warning", "ext4, which other nodes do not see")
     _says(kind("ext4", shared=False), "ok")
-    _says(kind("tmpfs", shared=False), "warning", "gone after a reboot")
-    _says([machine.judge_space(10**12, 10**6)], "ok", "1,000,000 files more")
+    _says(kind("tmpfs", shared=False), "warning", "lost at a reboot")
+    _says([machine.judge_space(10**12, 10**6)], "ok", "1,000,000 more files possible")
     _says([machine.judge_space(10**12, None)], "ok", "1000.0 GB free")
     _says([machine.judge_space(10**9, 10**6)], "warning", "1.0 GB free")
-    _says([machine.judge_space(10**12, 99)], "warning", "99 files more")
+    _says([machine.judge_space(10**12, 99)], "warning", "99 more files possible")
     findings = {
         finding.name: finding for finding in machine.check_folder(Facts(root=tmp_path / "not/made/yet"))
     }
@@ -499,12 +499,12 @@ def test_a_folder_without_atomic_hard_links_is_named(tmp_path: Path, monkeypatch
     assert _of_folder(tmp_path, "hard links") == []
     for link in (none, shutil.copyfile):  # none at all; a second one that replaces the first
         monkeypatch.setattr(machine.os, "link", link)
-        _says(_of_folder(tmp_path, "hard links"), "problem", "two starts of a run", "--run-root")
+        _says(_of_folder(tmp_path, "hard links"), "problem", "started twice at once", "--run-root")
 
 
 def test_nodes_whose_stamps_differ_by_more_than_a_lease_are_named() -> None:
     _says(machine.judge_clocks({"n1": 1e9, "n2": 1e9 + 49}), "ok", "2 nodes agree")
-    words = ("n1 stamps its files 51 s ahead of n2", "taken for dead", "NTP")
+    words = ("n1 stamps its files 51 s ahead of n2", "ranks on n2 seem dead", "NTP")
     _says(machine.judge_clocks({"n1": 1e9 + 51, "n2": 1e9, "n3": 1e9 + 9}), "problem", *words)
     assert list(machine.judge_clocks({"n1": 1e9})) == []
 
@@ -558,14 +558,14 @@ def test_a_trial_that_fails_says_why(line: str, note: str, name: str, words: str
 def test_shared_memory_holds_two_copies_of_the_weights() -> None:
     _says([machine.judge_shared_memory(2 * 10**9, 0)], "ok", "2.0 GB")
     _says([machine.judge_shared_memory(64 << 20, 0)], "problem", "0.1 GB free", "--shm-size")
-    _says([machine.judge_shared_memory(20 * 10**9, 15 * 10**9)], "problem", "take 30.0 GB")
-    _says([machine.judge_shared_memory(40 * 10**9, 15 * 10**9)], "ok", "no third")
+    _says([machine.judge_shared_memory(20 * 10**9, 15 * 10**9)], "problem", "need 30.0 GB")
+    _says([machine.judge_shared_memory(40 * 10**9, 15 * 10**9)], "ok", "too little for the third copy")
     enough = machine.judge_shared_memory(45 * 10**9, 15 * 10**9)
     assert "third" not in enough.sentence
 
 
 def test_memory_that_cuda_does_not_register_is_told() -> None:
-    _says([machine.judge_registered_memory("some warning\ncudaError 0\n")], "ok", "speed of the link")
+    _says([machine.judge_registered_memory("some warning\ncudaError 0\n")], "ok", "at full speed")
     _says([machine.judge_registered_memory("cudaError 801\n")], "warning", "(cudaError 801)", "three times")
     _says([machine.judge_registered_memory("Traceback\nRuntimeError: no driver\n")], "warning", "no driver")
     _says([machine.judge_registered_memory("")], "warning", "no answer")
@@ -580,7 +580,7 @@ def test_the_network_built_for_mpi_is_preferred_and_a_choice_is_checked() -> Non
     _says(check(None, **three), "warning", "ib0, eno1, eno2:", "network_interface: ib0", "GLOO_SOCKET_IFNAME")
     _says(check("eno1", **three), "ok", "eno1")
     _says(check(None, eno1=1000), "ok", "eno1")
-    _says(check("ib0", eno1=1000), "problem", "ib0 is not here", "eno1")
+    _says(check("ib0", eno1=1000), "problem", "ib0 does not exist here", "eno1")
     _says(check(None), "warning", "no interface")
 
 
@@ -600,7 +600,7 @@ def test_a_model_is_found_in_its_folder_or_in_the_cache_of_the_hub(tmp_path: Pat
     _says(check("org/small", {"HF_HUB_CACHE": str(tmp_path / "hub")}), "ok", str(snapshot))
     _says(check(str(snapshot), {}), "ok", str(snapshot))
     _says(check("org/large", offline), "warning", "HF_HUB_OFFLINE=1", "tba fetch CONFIG")
-    _says(check("org/large", {}), "ok", "loaded from the hub")
+    _says(check("org/large", {}), "ok", "the run downloads it")
     _says(check("/no/model", offline), "problem", "model.path=/no/model does not exist")
     _says(check(str(tmp_path), offline), "problem", "has no config.json")
 
@@ -652,7 +652,10 @@ def test_models_and_data_that_jobs_would_not_find_are_a_problem(tmp_path: Path) 
     config = parse_config({"model": {"path": "org/m"}, "task": {"name": "arithmetic"}})
     offline = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     facts = Facts(config=config, environment=offline, fetched_by="tba fetch it")
-    words = (f"model.path=org/m is in {tmp_path} (HF_HOME)", "type: tba fetch it")
+    words = (
+        f"{tmp_path} (HF_HOME), where ranks look, has no complete copy of model.path=org/m",
+        "type: tba fetch it",
+    )
     _says(check_resources(facts), "problem", *words)
     (boxed,) = check_resources(replace(facts, site=Site(container=Container(image="it.sif"))))
     assert boxed.level == "warning"

@@ -379,7 +379,7 @@ def test_the_doctor_says_which_conversations_a_template_allows(
     for role, kind in (("tool", "tools"), ("user", "step()")):
         assert found[role].level == ("ok" if role in roles else "warning")
         assert f"for environments with {kind}: " in found[role].found
-        assert ("it only appends" in found[role].found) == (role in roles)
+        assert ("new messages are appended" in found[role].found) == (role in roles)
         assert ("earlier thoughts" in found[role].found) == (role in thoughts)
     assert not [*check_chat_template(replace(facts, config=parse_config({"model": {"path": str(tmp_path)}})))]
 

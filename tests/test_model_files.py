@@ -77,6 +77,6 @@ def test_something_else_is_no_safetensors(model: Path) -> None:
 def test_the_check_before_a_run_refuses_it(model: Path) -> None:
     (model / "model.safetensors").write_text(POINTER)
     config = parse_config({"model": {"path": str(model)}, "task": {"name": "arithmetic"}})
-    sentence = "model holds model.safetensors, a git LFS pointer .*: copy or download the model anew"
+    sentence = "model holds model.safetensors, a git LFS pointer .*: copy or download the model again"
     with pytest.raises(ConfigError, match=sentence):
         check(config)

@@ -106,7 +106,12 @@ def test_names_of_mpi_libraries(name: str, known: bool) -> None:
         ),
         (SITES, {"modules": ["openmpi/4.1.5"]}, "ok", ()),
         (SITES, {"modules": ["openmpi/4.1.5"], "mpi_library": "site"}, "ok", ("/opt/openmpi/lib",)),
-        (WHEEL, {"mpi_library": "site"}, "warning", ("Python's own", "modules", "mpi_library: /")),
+        (
+            WHEEL,
+            {"mpi_library": "site"},
+            "warning",
+            ("the libmpi that pip installed", "modules", "mpi_library: /"),
+        ),
     ],
 )
 def test_the_library_is_the_one_that_the_site_means(

@@ -60,7 +60,7 @@ def test_srun_numbers_the_ranks_of_a_step_over_both_roles(
     assert (found.index, found.first_gpu, found.mpi) == (index, first_gpu, None)
     other = "trainer" if role == "searcher" else "searcher"
     which = "last" if searchers_first else "first"
-    with pytest.raises(ConfigError, match=f"the {which} 2 train; start 6 ranks"):
+    with pytest.raises(ConfigError, match=f"the {which} 2 ranks train; start 6 ranks"):
         Placement.join(config_of(2, 4), other, None)  # type: ignore[arg-type]
 
 
@@ -85,7 +85,7 @@ def test_a_rank_that_cannot_have_its_gpu_alone_any_more_says_so(
         seat.choose_gpus()
     else:
         with pytest.raises(
-            ConfigError, match=r"compute on GPU 5 alone, .* all 4 were opened before .*srun_arguments"
+            ConfigError, match=r"use only GPU 5, but CUDA has already opened all 4 .*srun_arguments"
         ):
             seat.choose_gpus()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
@@ -101,5 +101,5 @@ def test_a_given_index_counts_more_and_none_at_all_is_refused(monkeypatch: pytes
         ):
             Placement.join(config_of(1, 2), role, None)  # type: ignore[arg-type]
     monkeypatch.delenv("SLURM_PROCID")
-    with pytest.raises(ConfigError, match="give --index, or start them by srun"):
+    with pytest.raises(ConfigError, match="give --index, or start it with srun"):
         Placement.join(config_of(1, 2), "searcher", None)

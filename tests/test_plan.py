@@ -74,7 +74,7 @@ def test_the_split_is_told_in_words() -> None:
     assert "as asked" in plan(_config(8), Site(), 8, 2).why
     assert plan(_config(7), Site(), 8).why.endswith(
         "1 GPU stays idle, since the trainer ranks must divide train.prompts_per_step=7: "
-        "--set train.prompts_per_step=8 has work for all"
+        "--set train.prompts_per_step=8 leaves none idle"
     )
     assert plan(_config(8), Site(), 1).why == "one node for both roles: 1 trainer rank, 3 searchers"
     assert plan(_config(8, 2), Site(), 1).why == (
@@ -115,7 +115,7 @@ def test_idle_gpus_are_remarked_with_what_would_fill_them() -> None:
     """The shipped math config has 7 prompts a step: on 4 GPUs one rank, on 8 seven."""
     config = load_config(SITES.parents[1] / "configs" / "math_gsm8k.yaml")
     why = "idle, since the trainer ranks must divide train.prompts_per_step=7: "
-    eight = "--set train.prompts_per_step=8 has work for all"
+    eight = "--set train.prompts_per_step=8 leaves none idle"
     assert plan(config, Site(), 2).remarks == (f"3 GPUs stay {why}{eight}",)
     assert plan(config, Site(), 3, 2).remarks == (f"1 GPU stays {why}{eight}",)
     assert plan(config, Site(), 1).remarks == () == plan(_config(8), Site(), 2).remarks
@@ -151,7 +151,9 @@ def test_all_nodes_train_where_searchers_come_by_themselves(nodes: int) -> None:
     ]
     assert "8 slots for elastic searchers" in split.why
     assert not parse_config(config.model_dump(mode="json"), split.overrides).one_world
-    with pytest.raises(ConfigError, match="at most 12 ranks of 16 trainer nodes: use --trainer-nodes 12"):
+    with pytest.raises(
+        ConfigError, match="at most 12 ranks, fewer than the 16 trainer nodes: use --trainer-nodes 12"
+    ):
         plan(config, Site(), 16, 16)
 
 
@@ -168,16 +170,16 @@ def test_all_nodes_train_where_searchers_come_by_themselves(nodes: int) -> None:
         ),
         (_config(), Site(), 4, 9, "use 1 to 3"),
         (_config(), Site(), 4, 0, "use 1 to 3"),
-        (_config(), Site(), 1, 1, "a single node is shared"),
-        (_config(7), Site(), 16, 8, "at most 7 ranks of 8 trainer nodes: use --trainer-nodes 7"),
+        (_config(), Site(), 1, 1, "both roles share the node"),
+        (_config(7), Site(), 16, 8, "at most 7 ranks, fewer than the 8 trainer nodes: use --trainer-nodes 7"),
         (
             _config(8, 3),
             Site(),
             2,
             None,
-            "gpus_per_node=4 cannot be shared out in engines of generator.tensor_parallel=3",
+            "generator.tensor_parallel=3 does not divide gpus_per_node=4",
         ),
-        (_config(8, 8), Site(), 2, None, "tensor_parallel=8 is larger than a node with gpus_per_node=4"),
+        (_config(8, 8), Site(), 2, None, "tensor_parallel=8 is more than gpus_per_node=4"),
         (_config(8, 2), Site(gpus_per_node=0), 2, None, "tensor_parallel=2 needs GPUs"),
         (_config(), Site(gpus_per_node=1), 1, None, "one node has room for 1 GPU, too few"),
         (_config(8, 4), Site(), 1, None, "use --nodes 2"),
@@ -212,21 +214,21 @@ def test_shipped_sites_load(path: Path) -> None:
         ("gpus_per_node: many", "site key 'gpus_per_node' has the value 'many', but"),
         ("mpi: pmix --foo", "site key 'mpi' has the value 'pmix --foo', but"),
         ("time: tomorrow", "site key 'time'"),
-        ("trainer: {gpu_request: --gpus-per-node=4}", "gpu_request=--gpus-per-node=4 never says how many"),
+        ("trainer: {gpu_request: --gpus-per-node=4}", "=--gpus-per-node=4 does not contain {gpus}"),
         ("{memory: 4G, memory_per_cpu: 1G}", "memory=4G and memory_per_cpu=1G exclude each other: drop one"),
-        ("container: {runtime: pyxis}", "container.runtime=pyxis has nothing to start: set container.image"),
+        ("container: {runtime: pyxis}", "container.runtime=pyxis needs an image: set container.image"),
         (
             "container: {runtime: docker, image: a}",
             "site key 'container.runtime' has the value 'docker', but",
         ),
-        ("container: {runtime: plain, image: a}", "container.runtime=plain puts the words of container.arg"),
+        ("container: {runtime: plain, image: a}", "container.runtime=plain only puts the words of"),
         (
             "container: {runtime: plain}",
-            "container.runtime=plain puts the words of container.arguments before",
+            "container.runtime=plain only puts the words of container.arguments before",
         ),
-        ("gpu_request: --gres=gpu:4", "gpu_request=--gres=gpu:4 never says how many"),
-        ("mpi: cray_shasta", "mpi: cray_shasta knows no het jobs: set hetjob: false"),
-        ("{time: '10', signal_seconds: 540}", "signal_seconds=540 leaves nothing of time=10 to train in"),
+        ("gpu_request: --gres=gpu:4", "gpu_request=--gres=gpu:4 does not contain {gpus}"),
+        ("mpi: cray_shasta", "mpi: cray_shasta does not support het jobs: set hetjob: false"),
+        ("{time: '10', signal_seconds: 540}", "leaves no time to train in a job of time=10"),
         ("signal_seconds: 20", "signal_seconds"),
         (
             "time: 1:20:00",
@@ -234,7 +236,7 @@ def test_shipped_sites_load(path: Path) -> None:
             "colons, and a text in quotes",
         ),
         ("time: 80", "time=80 is a number: quote it, as '1:20:00'"),
-        ("{time: '10:00', signal_seconds: 900}", "signal_seconds=900 leaves nothing of time=10:00"),
+        ("{time: '10:00', signal_seconds: 900}", "leaves no time to train in a job of time=10:00"),
         ("{container: {image: a.sif}, venv: /v}", "container and venv exclude each other"),
         ("- a", "must hold keys and values, not a list"),
         ("a: [", "is not valid YAML"),
@@ -320,7 +322,7 @@ def test_settings_of_a_component_are_used_or_said_not_to_be() -> None:
         {"qos": "main", "trainer": {"constraint": "nvlink"}, "searcher": {"qos": "low", "memory": "0"}}
     )
     assert site.unused == ["searcher.qos=low"], "the memory is the site's"
-    said = "; asked for as the trainer's, without searcher.qos=low, which takes a het job"
+    said = "; searcher nodes are requested like trainer nodes, as searcher.qos=low needs a het job"
     assert plan(_config(), site, 2, homogeneous=True).why.endswith(said)
     assert plan(_config(), site, 1).why.endswith(said)
     assert said not in plan(_config(), site, 2).why

@@ -44,7 +44,7 @@ def test_a_shipped_config_is_planned_without_a_network(name: str, monkeypatch: p
     monkeypatch.setenv("HF_HOME", "nothing")
     config = load_config(Path(name), ["launch.searchers=1"])
     assert estimate(config, GPUS["h200-141"], gpus=None).parameters > 0
-    with pytest.raises(ConfigError, match=r"has no config.json that can be read .* or run `hf download "):
+    with pytest.raises(ConfigError, match=r"has no config.json that can be read .* or type 'hf download "):
         load_shape("mnoukhov/another")
 
 
@@ -239,7 +239,7 @@ def test_7b_needs_several_gpus_to_train() -> None:
     found = estimate(config, gpu)
     (problem,) = found.problems
     assert re.match(
-        r"h100-80 with trainer would need 1[5-9]\d\.\d GiB, and 76\.7 of its 79\.1 GiB can be", problem
+        r"h100-80 with trainer would need 1[5-9]\d\.\d GiB, but 76\.7 of its 79\.1 GiB are usable", problem
     )
     several = [estimate(_qwen("launch.searchers=1", f"launch.trainers={ranks}"), gpu) for ranks in (2, 4)]
     assert [found.problems == () for found in several] == [False, True]
@@ -294,7 +294,7 @@ def test_a_cache_that_does_not_hold_one_sequence_is_refused() -> None:
 
     assert problems(168) == ()
     (problem,) = problems(167)
-    assert problem.endswith("does not hold one sequence of 3,072 tokens (0.16 GiB), which vLLM requires")
+    assert problem.endswith("does not hold one sequence of 3,072 tokens (0.16 GiB), as vLLM requires")
 
 
 def test_a_shared_gpu_wants_a_cache_of_a_given_size() -> None:
@@ -303,7 +303,7 @@ def test_a_shared_gpu_wants_a_cache_of_a_given_size() -> None:
     (problem,) = estimate(load_config(path, ["generator.kv_cache_mb=null"]), gpu, gpus=1).problems
     assert problem.endswith("set generator.kv_cache_mb")
     (problem,) = estimate(load_config(path, ["generator.gpu_memory_utilization=0.85"]), gpu, gpus=1).problems
-    assert "vLLM wants generator.gpu_memory_utilization of it, 67.2 GiB, free" in problem
+    assert "vLLM needs 67.2 GiB free (generator.gpu_memory_utilization)" in problem
 
 
 def test_tensor_parallelism_splits_the_engine_and_leaves_the_reference_whole() -> None:
@@ -352,7 +352,7 @@ def test_a_site_says_how_many_gpus_a_node_has_and_which() -> None:
     ("words", "sentence"),
     [
         (("--gpu", "h100"), "--gpu h100 is not known: valid are t4-16, l4-24, a10-24"),
-        (("--nodes", 2), "--nodes 2 says nothing without a cluster: name it with --site"),
+        (("--nodes", 2), "--nodes 2 has no meaning without a cluster: add --site"),
         (("--gpus", 2, "--site", "generic"), "--gpus 2 contradicts --site"),
         (("--set", "model.path=org/unknown"), "model.path=org/unknown has no config.json that can be read"),
     ],

@@ -141,8 +141,9 @@ def test_a_job_without_network_misses_what_is_not_in_its_cache(cache: dict[str, 
     lacking = missing(config, cache)
     assert [resource.name for resource in lacking] == ["org/partial", "DigitalLearningGmbH/MATH-lighteval"]
     assert missing_sentence(lacking, cache) == (
-        "nothing whole of model.path=org/partial and task.name=math, data=DigitalLearningGmbH/MATH-lighteval "
-        f"is in {tmp_path}/home (HF_HOME), where ranks look, and HF_HUB_OFFLINE=1 forbids them to ask the hub"
+        f"{tmp_path}/home (HF_HOME), where ranks look, has no complete copy of model.path=org/partial and "
+        "task.name=math, data=DigitalLearningGmbH/MATH-lighteval, and HF_HUB_OFFLINE=1 forbids them to "
+        "download anything"
     )
     assert missing(config, {**cache, "HF_HUB_OFFLINE": "0"}) == [], "it may ask the hub"
     assert missing(config, {**cache, "HF_HOME": "$NODES_ALONE_KNOW/cache"}) == []
@@ -178,7 +179,7 @@ def test_more_context_than_the_model_has_positions_is_refused(
     config = parse_config({"model": {"path": str(tmp_path), "context_length": 4096}})
     found = list(check_context_length(Facts(config=config)))
     assert [finding.level for finding in found] == ["problem"] * refused
-    assert all("model.context_length=4096 is beyond the " in finding.found for finding in found)
+    assert all("model.context_length=4096 is more than the " in finding.found for finding in found)
     (tmp_path / "config.json").write_text("")
     assert list(check_context_length(Facts(config=config))) == []
 

@@ -123,7 +123,7 @@ def test_percents_of_a_path_are_none_of_slurms_patterns() -> None:
         assert "#SBATCH --output='/runs/100%%util a%%j/slurm/job-%j.log'\n" in _script(
             Site(), form, run="/runs/100%util a%j"
         )
-    with pytest.raises(ConfigError, match=r"/runs/a\\b holds a backslash, with which Slurm puts no job's id"):
+    with pytest.raises(ConfigError, match=r"/runs/a\\b contains a backslash, and then Slurm does not put"):
         _script(Site(), 2, run="/runs/a\\b")
 
 
@@ -132,9 +132,13 @@ def test_percents_of_a_path_are_none_of_slurms_patterns() -> None:
 )
 def test_a_value_that_would_leave_its_line_is_refused(keys: dict[str, Any]) -> None:
     """It would be a command of the script."""
-    with pytest.raises(ConfigError, match=r"cannot stand in a batch script: take the control character out"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be written to a batch script: remove the control character"
+    ):
         _script(Site(**keys), 8)
-    with pytest.raises(ConfigError, match=r"'--comment=/runs/a\\nreboot' cannot stand in a batch script"):
+    with pytest.raises(
+        ConfigError, match=r"'--comment=/runs/a\\nreboot' cannot be written to a batch script"
+    ):
         _script(Site(), 8, run="/runs/a\nreboot")
 
 
@@ -189,7 +193,9 @@ def test_one_allocation_is_asked_for_as_the_trainers_nodes() -> None:
     site = Site.model_validate({"trainer": {"partition": "h100", "memory": "1G"}, "searcher": {"qos": "low"}})
     script = _script(site, 2, homogeneous=True)
     assert "#SBATCH --partition=h100\n" in script and "#SBATCH --mem=1G\n" in script
-    assert "#SBATCH --qos" not in script and "without searcher.qos=low" in script.replace("\n# ", " ")
+    assert "#SBATCH --qos" not in script and "as searcher.qos=low needs a het job" in script.replace(
+        "\n# ", " "
+    )
 
 
 def _surrounded(site: Site, tmp_path: Path, check: str, status: int = 0, **environment: str) -> str:

@@ -105,4 +105,4 @@ def test_a_thread_that_stays_is_named_and_does_not_keep_the_process(status: int)
     stays = python(STAYS, status)
     _, err = stays.communicate(timeout=30)
     assert stays.returncode == status
-    assert "though threads of the user's code go on: a stuck worker" in err
+    assert "although threads of the user's code still run: a stuck worker" in err

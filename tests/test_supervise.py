@@ -52,10 +52,10 @@ def _touch(path: Path, at: float) -> None:
     os.utime(path, (at, at))
 
 
-def _next(run: RunDir, turn: str, **facts: object) -> str:
-    """The answer to a turn."""
+def _next(run: RunDir, stage: str, **facts: object) -> str:
+    """The answer at a stage."""
     words = [f"{key}={value}" for key, value in (POLICY | facts).items()]
-    return supervise.TURNS[turn](supervise.JobState.read(run.path, words)).strip()
+    return supervise.STAGES[stage](supervise.JobState.read(run.path, words)).strip()
 
 
 def _events(run: RunDir) -> list[str]:
@@ -109,7 +109,7 @@ def test_a_job_takes_the_run_and_notes_its_nodes(run: RunDir) -> None:
 
 def test_a_job_is_told_if_somebody_is_to_be_told_of_it(run: RunDir) -> None:
     run.adapt(["run.notify.command=['true']"])
-    assert re.fullmatch("go tba-[0-9a-f]{16} tell", _next(run, "begin", hosts="n1 n2"))
+    assert re.fullmatch("go tba-[0-9a-f]{16} notify", _next(run, "begin", hosts="n1 n2"))
 
 
 def test_a_job_does_not_begin_beside_another_owner(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,9 @@ def test_a_model_that_cannot_end_or_is_none_is_refused(folder: Path) -> None:
         with pytest.raises(ConfigError, match=sentence):
             refused_by()
     (model / "config.json").unlink()
-    with pytest.raises(ConfigError, match=rf"model\.path={model}: it holds no config\.json; give a folder"):
+    with pytest.raises(
+        ConfigError, match=rf"model\.path={model}, as it contains no config\.json: give a folder"
+    ):
         check(config_of(folder))
 
 
@@ -216,7 +218,7 @@ def test_control_tokens_in_rows_are_told_before_the_run(
     config = config_of(folder, name="jsonl", train_file="r.jsonl", reward="always:right", options=chat)
     assert not told("<eos> is 1+1? é", "<eos> is 2+2?")
     (warning,) = told("1+1? é", "a<eos>b<pad>c")
-    assert re.match(r"9 of 18 train prompts hold special tokens .*such as <pad> in 'abc \d'", warning)
+    assert re.match(r"9 of 18 train prompts contain special tokens .*such as <pad> in 'abc \d'", warning)
 
 
 def test_the_doctor_looks_at_the_rows_of_a_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,9 +237,7 @@ def test_the_doctor_looks_at_the_rows_of_a_config(folder: Path, monkeypatch: pyt
 def test_a_check_that_crashes_is_a_finding(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     (warning,) = refuse([check_task], Facts(config=config_of(folder, name="own:Broken"), seconds=200))
-    assert warning.sentence.startswith(
-        "the check of the task ended in its midst (RuntimeError: out of memory)"
-    )
+    assert warning.sentence.startswith("the check of the task failed (RuntimeError: out of memory)")
 
 
 @pytest.mark.parametrize("name", ["Fine", "Serving", "Broken"])

@@ -1,1 +1,1 @@
-"""Checks that find problems before they occur: of the machine, the cluster, the task and the memory."""
+"""Checks, before a run starts, of the machine, the cluster, the task and the memory."""

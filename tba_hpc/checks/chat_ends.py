@@ -1,4 +1,4 @@
-"""Checks that completions begin and end where answers do in the model's chat template."""
+"""Checks that completions begin and end where the model's chat template begins and ends answers."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from tba_hpc.learner.file_tokenizer import end_ids
 ASKED: Message = {"role": "user", "content": "A question."}
 ANSWER: Message = {"role": "assistant", "content": "An answer."}
 NEXT: Message = {"role": "user", "content": "Another one."}
-"""Messages with which a template is examined."""
-
+"""Messages with which a chat template is examined."""
 
 CONVERSATIONS = ("environment", "agent")
-"""Tasks whose completions are conversations, which need a chat template."""
+"""Names of the tasks with conversations, which always need a chat template."""
 
 
 def is_chat(config: Config) -> bool:
-    """Return whether a task uses the model's chat template."""
+    """Return whether the task uses the model's chat template."""
     return bool(config.task.options.get("chat")) or config.task.name in CONVERSATIONS
 
 
 def look_at_chat(config: Config, tokenizer: ChatTokenizer) -> Iterator[str]:
-    """Yield sentences about problems of the chat template. Raises ConfigError if it refuses chats."""
+    """Yield a sentence about each problem of the chat template.
+
+    Raises ConfigError if the template rejects messages of a user and an assistant.
+    """
     path, options = config.model.path, config.task.options.get("chat_template_kwargs") or {}
     ends = {tokenizer.eos_token_id, *end_ids(path)}
     for sentence in odd_ends(tokenizer, ends, config.generator.stop, options):
@@ -35,10 +37,14 @@ def look_at_chat(config: Config, tokenizer: ChatTokenizer) -> Iterator[str]:
 def odd_ends(
     tokenizer: ChatTokenizer, ends: Collection[int], stop: Collection[str], options: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield a phrase if no token of ``ends`` or text of ``stop`` follows answers, or nothing precedes them.
+    """Yield the predicate of a sentence about each problem of a chat template.
 
-    The end may be the beginning of the user's next message, which some models write. Templates that omit
-    answers are not judged. options: variables of the template.
+    A completion must end: after an answer, the template must have a token of ``ends`` or a text of ``stop``,
+    or begin the next message with one. A prompt must lead to an answer: the template must obey
+    add_generation_prompt. A template that omits answers is not judged.
+
+    ends: ids of the tokens at which the engine ends completions. stop: texts at which it ends them. options:
+    variables of the template.
     """
 
     def shown(*messages: Message, ask: bool = False) -> str:
@@ -54,18 +60,19 @@ def odd_ends(
     lead = head.removeprefix(asked).strip()
     if answer and lead and asked == shown(ASKED) and head.startswith(asked):
         yield (
-            f"ignores add_generation_prompt, so that prompts end before the {lead!r} that leads to an "
-            "answer: unless the model was tuned to write that itself, give its tokenizer_config.json a "
-            "chat_template that adds it"
+            f"ignores add_generation_prompt, so that prompts end before the {lead!r} that begins an "
+            f"answer: unless the model was trained to write {lead!r} itself, set a chat_template in its "
+            "tokenizer_config.json that adds it"
         )
 
 
 def _endless(tokenizer: ChatTokenizer, end: str, ends: Collection[int]) -> str:
-    """Return a phrase on the template's text after an answer, which ends no completion, and a remedy."""
+    """Return the predicate of a sentence about ``end``, a text after answers at which no completion ends."""
     tokens, stop = tokenizer.encode_rendered(end).tolist(), f"set generator.stop={[end]}"
     known = f"add {tokens[0]} to eos_token_id in its generation_config.json, or " if len(tokens) == 1 else ""
-    remedy = known + stop if end else "give its tokenizer_config.json a chat_template that ends messages"
+    remedy = known + stop if end else "set a chat_template in its tokenizer_config.json that ends messages"
     return (
         f"has {repr(end) if end else 'nothing'} after an answer, where no completion ends (the engine ends "
-        f"them at {', '.join(map(str, sorted(ends)))}): unless the model was tuned to end otherwise, {remedy}"
+        f"them at the tokens {', '.join(map(str, sorted(ends)))}): unless the model was trained to end them "
+        f"otherwise, {remedy}"
     )

@@ -1,4 +1,4 @@
-"""Checks of a config: missing files, models and data, a bad task, a learning rate that is too high."""
+"""Checks of a config: of its files, models and data, its task, and its learning rate."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MADE_BY = {
     "tiny-model": "'make quickstart' makes the tiny models, and so does tools/make_tiny_model.py",
     "smollm2-135m": "'tba fetch' with this config makes that model",
 }
-"""Advice for a local model that is missing, by a part of its path."""
+"""Remedy for a missing local model, by a part of its path."""
 
 
 def check_files(facts: Facts) -> Iterator[Finding]:
-    """Check that the local files that a config names exist, as seen from here.
+    """Check that the local files that the config names exist on this machine.
 
-    Options of a user's own task are not checked. Raises ConfigError for a bad task.
+    Files that only the options of a user's own task name are not checked. Raises ConfigError for a bad task.
     """
     if facts.config is None or facts.in_container:
         return
@@ -41,7 +41,7 @@ def check_files(facts: Facts) -> Iterator[Finding]:
 
 
 def check_context_length(facts: Facts) -> Iterator[Finding]:
-    """Check that the model takes sequences of model.context_length, if its config.json is here."""
+    """Check that the model has positions for model.context_length tokens, if its config.json is here."""
     config = facts.config
     file = find_file(config.model.path, "config.json", facts.environment) if config else None
     if config is None or file is None:
@@ -49,30 +49,33 @@ def check_context_length(facts: Facts) -> Iterator[Finding]:
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
         fields |= fields.get("text_config") or {}
-    except (ValueError, TypeError, AttributeError):  # the ranks refuse such a file
+    except (ValueError, TypeError, AttributeError):  # not JSON, or no mapping: the ranks refuse such a file
         return
     most = fields.get("max_position_embeddings") or fields.get("n_positions") or 0
     stretched = fields.get("rope_scaling") or "factor" in json.dumps(fields.get("rope_parameters"))
     if most > 0 and not stretched and config.model.context_length > most:
-        found = f"model.context_length={config.model.context_length} is beyond the {most} positions of "
+        found = f"model.context_length={config.model.context_length} is more than the {most} positions of "
         remedy = f"lower it to {most} at most"
         yield problem("context length", f"{found}model.path={config.model.path}", remedy)
 
 
 def check_engine_arguments(facts: Facts) -> Iterator[Finding]:
-    """Check generator.engine against the installed vLLM's arguments. Without vLLM, engines check it later."""
+    """Check that generator.engine names arguments of the vLLM installed here; do nothing without vLLM."""
     if facts.config is None or facts.in_container or not facts.config.generator.engine:
         return
     known = _engine_arguments()
     for name in facts.config.generator.engine:
         if known and name not in known:
             remedy = did_you_mean(name, known, "see EngineArgs in its documentation")
-            found = f"generator.engine.{name} is no argument of the vLLM installed here"
+            found = f"generator.engine.{name} is no argument of the vLLM that is installed here"
             yield problem("engine arguments", found, remedy)
 
 
 def _engine_arguments() -> list[str]:
-    """Read the names of the fields of vLLM's EngineArgs from its source; importing it takes seconds."""
+    """Return the names of vLLM's engine arguments; empty without vLLM.
+
+    They are read from vLLM's source, since importing it takes seconds.
+    """
     vllm = find_spec("vllm")
     if vllm is None or vllm.origin is None:
         return []
@@ -83,7 +86,10 @@ def _engine_arguments() -> list[str]:
 
 
 def check_resources(facts: Facts) -> Iterator[Finding]:
-    """Check that ranks will find a config's models and data; a container may show other folders."""
+    """Check that ranks will find the config's models and data.
+
+    In a container, other folders may be visible, so that the finding is only a warning.
+    """
     if facts.config is None:
         return
     if lacking := missing(facts.config, facts.environment, of_custom_task=False):
@@ -93,13 +99,19 @@ def check_resources(facts: Facts) -> Iterator[Finding]:
 
 
 def check_rate(facts: Facts) -> Iterator[Finding]:
-    """Check that data is not too old for the learning rate, judged by the shipped configs."""
+    """Check that the learning rate is not too high for the age of the data.
+
+    The limit is the largest product of rate and age among similar shipped configs (``core/tuned.py``).
+    """
     if beyond := beyond_tuned(facts.config) if facts.config else None:
         yield warning("rate and age", *beyond)
 
 
 def check_chat_template(facts: Facts) -> Iterator[Finding]:
-    """Report which conversations the model's chat template allows, if the task has an environment."""
+    """Report whether the model's chat template suits environments with tools, and those with ``step()``.
+
+    Only the tasks of CONVERSATIONS are checked.
+    """
     config = facts.config
     talks = config is not None and config.task.name in CONVERSATIONS
     if config is None or not talks or facts.in_container or not find_spec("torch"):
@@ -115,17 +127,19 @@ def check_chat_template(facts: Facts) -> Iterator[Finding]:
         try:
             chat = Chat(load_tokenizer(str(file.parent)), tools, [role], options)
         except ConfigError as error:
-            yield warning("chat template", f"not for environments with {kind}: {error}", "")
+            yield warning("chat template", f"not usable for environments with {kind}: {error}", "")
         else:
-            thoughts = "; earlier thoughts, which it would drop, stay" if chat.drops_thoughts(role) else ""
-            yield ok("chat template", f"for environments with {kind}: it only appends{thoughts}")
+            thoughts = (
+                "; it would drop earlier thoughts, which are kept here" if chat.drops_thoughts(role) else ""
+            )
+            yield ok("chat template", f"for environments with {kind}: new messages are appended{thoughts}")
 
 
 def check_task(facts: Facts) -> Iterator[Finding]:
-    """Check whether the ranks would refuse the task. The check has ``facts.seconds``.
+    """Check that the ranks will accept the task, for at most ``facts.seconds``.
 
-    The check runs in its own process (``task_check.py``), since a task's code is the user's. It uses a copy
-    of that code, as a run does.
+    The check runs in a process of its own (``task_check.py``), since it runs the user's code. It uses a copy
+    of this code, as a run does.
     """
     if facts.config is None or facts.in_container:
         return
@@ -136,9 +150,9 @@ def check_task(facts: Facts) -> Iterator[Finding]:
 
 
 def _of_task(facts: Facts, config: Config, folder: str) -> Iterator[Finding]:
-    """Run ``task_check.py`` and yield what it reports; nothing if it does not start or takes too long.
+    """Run ``task_check.py`` and yield its findings; yield none if it does not start or takes too long.
 
-    folder: folder with the copy of the task's code.
+    folder: folder with the copy of the user's code.
     """
     around = {**facts.environment, "CUDA_VISIBLE_DEVICES": ""}
     around["PYTHONPATH"] = f"{folder}:{around.get('PYTHONPATH', '')}".rstrip(":")
@@ -152,7 +166,7 @@ def _of_task(facts: Facts, config: Config, folder: str) -> Iterator[Finding]:
             text=True,
             timeout=facts.seconds,
         )
-    except (OSError, subprocess.TimeoutExpired):  # the ranks will find out
+    except (OSError, subprocess.TimeoutExpired):  # the ranks repeat the check
         return
     said = done.stdout.replace(folder, str(facts.beside)).strip().splitlines()
     refused = [said.pop()] if done.returncode == Exit.REFUSED and said else []
@@ -160,5 +174,5 @@ def _of_task(facts: Facts, config: Config, folder: str) -> Iterator[Finding]:
     yield from (problem("task", line, "") for line in refused)
     if done.returncode not in (Exit.DONE, Exit.REFUSED):
         last = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
-        found = f"the check of the task ended in its midst ({last[0]})"
-        yield warning("task", found, "correct that first, unless the nodes have what the check lacks here")
+        found = f"the check of the task failed ({last[0]})"
+        yield warning("task", found, "correct that first, unless the nodes have what is missing here")

@@ -1,4 +1,4 @@
-"""``tba doctor``: reports what this cluster or machine has, and what would go wrong there."""
+"""``tba doctor``: reports what this machine or cluster has, and what would make a run fail there."""
 
 from __future__ import annotations
 
@@ -32,18 +32,21 @@ from tba_hpc.report.tables import Terminal
 from tba_hpc.run.slurm_queue import SlurmError
 
 COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
-"""Slurm commands that batch scripts and tools call."""
+"""Slurm commands that batch scripts and ``tba`` call."""
 
 STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
+"""Colour of a finding, by its level."""
 
 SLURM = "Slurm"
+"""Name of the finding about the cluster itself."""
 
 
 def examine(site: Site | None, root: Path, model: str | None, *, seconds: float | None) -> list[Finding]:
-    """Return all findings about runs in ``root`` that start from ``model`` (None: not checked).
+    """Return all findings.
 
-    site: None for this machine, or for its Slurm without a site file. seconds: longest wait for a trial
-    job; None submits none.
+    site: cluster to check. None checks this machine or, if it has Slurm, its cluster without a site file.
+    root: folder of runs. model: path or name of the policy, or None to check no model. seconds: longest wait
+    for a trial job; None submits no trial job.
     """
     if site is None and shutil.which("sbatch") is None:
         alone = "none here (sbatch is not on PATH): train on this machine with 'tba run CONFIG'"
@@ -67,7 +70,7 @@ def examine(site: Site | None, root: Path, model: str | None, *, seconds: float 
     def check_trial(_: Facts) -> list[Finding]:
         try:
             return trial.attempt(site, root, model, seconds=seconds)
-        except (LaunchError, SlurmError) as error:  # the other findings stand
+        except (LaunchError, SlurmError) as error:  # keep the other findings
             remedy = "check the nodes that the site file asks for, and whether slurmctld is up"
             return [problem(trial.TITLE, str(error), remedy)]
 
@@ -75,13 +78,14 @@ def examine(site: Site | None, root: Path, model: str | None, *, seconds: float 
 
 
 def _this_machine(root: Path, model: str | None) -> list[Finding]:
+    """Return the findings about this machine, for ``tba run``."""
     library, no_library = mpi_checks.find_library(NO_SITE)
     facts = Facts(root=root, model=model, library=library, no_library=no_library)
     return list(judge(LAPTOP, facts))
 
 
 def _login_node(site: Site, root: Path, model: str | None, asked: SlurmFacts) -> list[Finding]:
-    """Check a cluster as far as that is possible without a job."""
+    """Return the findings about a cluster that need no job."""
     library, no_library = mpi_checks.find_library(site)
     facts = Facts(
         site=site,
@@ -99,17 +103,20 @@ def _login_node(site: Site, root: Path, model: str | None, asked: SlurmFacts) ->
 
 
 def _check_request(site: Site, root: Path) -> Finding:
-    """Check whether Slurm would accept a job of ``trial.NODES`` nodes."""
+    """Return the finding on whether Slurm would accept a job of ``trial.NODES`` nodes."""
     try:
         answer = slurm.would_take(trial.prepare(site, root, None)[-1])
     except LaunchError as error:
         remedy = f"edit the site file; every key: class Site in {inspect.getsourcefile(Site)}"
         return problem("request", str(error), remedy)
-    return ok("request", f"Slurm takes a job of {trial.NODES} nodes: {answer}")
+    return ok("request", f"Slurm accepts a job of {trial.NODES} nodes: {answer}")
 
 
 def _seen_from_nodes(here: Sequence[Finding], there: Sequence[Finding]) -> list[Finding]:
-    """Join findings made ``here`` with those of a trial's nodes, which prevail on MPI and the file system."""
+    """Join the findings of the login node with those of a trial job's nodes.
+
+    On the MPI library and the file system, only the nodes' findings are kept.
+    """
     known = {finding.name for finding in there}
     joined = any(finding.name == trial.TITLE and finding.level == "ok" for finding in there)
     findings = []
@@ -122,7 +129,7 @@ def _seen_from_nodes(here: Sequence[Finding], there: Sequence[Finding]) -> list[
 
 
 def print_findings(findings: Sequence[Finding], *, as_json: bool = False) -> None:
-    """Print a table with every remedy and the number of problems; or a JSON list."""
+    """Print findings, with remedies, as a table and a count by level, or as a JSON list."""
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
         return

@@ -1,4 +1,4 @@
-"""Facts about a run or a cluster, checks (functions of facts), and their findings."""
+"""Facts about a run and its machine or cluster. A check is a function that turns facts into findings."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ from tba_hpc.run.slurm_queue import ask, fields
 Level = Literal["ok", "warning", "problem"]
 
 NO_SITE = Site(gpus_per_node=0, time="5", signal_seconds=60)
-"""Site that requests as little as possible, for one machine or a cluster without a site file."""
+"""Site that stands in where there is none: for this machine, or for a cluster without a site file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A finding of level "problem" (a run would fail), "warning" (it may fail or lose something) or "ok"."""
+    """A result of a check.
+
+    name: what was checked. level: "problem" if a run would fail, "warning" if it may fail or lose something,
+    or "ok". found: what the check has found. remedy: what to do about it; "" for nothing.
+    """
 
     name: str
     level: Level
@@ -44,18 +48,22 @@ def ok(name: str, found: str) -> Finding:
 
 
 def warning(name: str, found: str, remedy: str) -> Finding:
-    """Make a finding for a run that may fail or loses something."""
+    """Make a finding about a run that may fail or lose something."""
     return Finding(name, "warning", found, remedy)
 
 
 def problem(name: str, found: str, remedy: str) -> Finding:
-    """Make a finding for a run that would fail."""
+    """Make a finding about a run that would fail."""
     return Finding(name, "problem", found, remedy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmFacts:
-    """Slurm's ``scontrol show config``, fields of partitions by name, and ``srun --mpi=`` plugins."""
+    """What a cluster's Slurm says about itself.
+
+    settings: values of ``scontrol show config`` by key. partitions: fields of each partition, by its name.
+    mpi: values that ``srun --mpi`` accepts.
+    """
 
     settings: Mapping[str, str]
     partitions: Mapping[str, Mapping[str, str]]
@@ -63,7 +71,7 @@ class SlurmFacts:
 
     @classmethod
     def look(cls) -> SlurmFacts:
-        """Ask the cluster that this machine belongs to. Raises SlurmError."""
+        """Ask the Slurm of this machine's cluster. Raises SlurmError if it does not answer."""
         return cls.of(
             ask("scontrol", "show", "config"),
             ask("scontrol", "--oneliner", "--all", "show", "partition"),
@@ -72,9 +80,10 @@ class SlurmFacts:
 
     @classmethod
     def of(cls, settings: str, partitions: str, mpi: str) -> SlurmFacts:
-        """Parse what Slurm prints: ``Key = value`` lines; a line per partition; plugins, one per line.
+        """Parse the output of the three commands of ``look``.
 
-        After the plugins come the versions of pmix, which are plugins, too.
+        settings: lines ``Key = value``. partitions: one line each. mpi: plugins, one per line, and then lines
+        with the available versions of pmix, which are values of ``--mpi``, too.
         """
         found = [fields(line) for line in partitions.splitlines() if line.startswith("PartitionName=")]
         lines = [line.removeprefix("srun:").strip() for line in mpi.splitlines()]
@@ -86,13 +95,16 @@ class SlurmFacts:
         )
 
     def partition(self, name: str | None) -> Mapping[str, str] | None:
-        """Return a partition, by default the cluster's default one; None if there is none of that name."""
+        """Return the fields of the partition ``name``, or of the default one; None if it does not exist."""
         if name:
             return self.partitions.get(name)
         return next((p for p in self.partitions.values() if p.get("Default") == "YES"), None)
 
     def used(self, site: Site) -> tuple[Mapping[str, str], ...]:
-        """Return the partitions that a job on ``site`` would use; Slurm itself refuses missing ones."""
+        """Return the partitions that a job on ``site`` would use, as far as they exist.
+
+        Slurm itself refuses a job for a missing one.
+        """
         roles = (site.trainer, site.searcher) if site.hetjob else (site.trainer,)
         names = dict.fromkeys(role.partition or site.partition for role in roles)
         return tuple(found for name in names if (found := self.partition(name)))
@@ -100,46 +112,56 @@ class SlurmFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Known facts; a check reports nothing about unknown ones.
+    """What is known about a run and its machine or cluster.
 
-    root, shared: the run root, and whether other machines must see it. model: the policy. slurm, partitions:
-    Slurm's description of itself, and of the partitions that a job would use. library, no_library: the MPI
-    library that ranks load, and why none can be loaded. job: fields of a job that Slurm accepted.
-    environment, python: of the ranks. fetched_by: command that downloads models and data for them. beside:
-    folder of the config, whose modules the config may name. seconds: timeout of the check of the task.
+    None, or an empty value, means that a fact is unknown; checks then report nothing about it.
     """
 
     site: Site = NO_SITE
     config: Config | None = None
     split: Plan | None = None
+    """Nodes and ranks of the run's job."""
     root: Path | None = None
+    """Folder of runs."""
     shared: bool = False
+    """Whether other machines must see ``root``."""
     model: str | None = None
+    """Path or name of the policy."""
     slurm: SlurmFacts | None = None
+    """Slurm of the cluster; None if ranks run on this machine."""
     partitions: tuple[Mapping[str, str], ...] = ()
+    """Fields of each partition that the job would use."""
     library: Library | None = None
+    """MPI library that ranks load."""
     no_library: str = ""
+    """Why no MPI library can be loaded."""
     job: Mapping[str, str] = field(default_factory=dict)
+    """Fields of a job that Slurm has accepted."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    """Environment variables of the ranks."""
     python: str = sys.executable
+    """Path of the ranks' Python."""
     fetched_by: str = ""
+    """Command that downloads the ranks' models and data."""
     beside: Path | None = None
+    """Folder of the config file, with modules that the config may name."""
     seconds: float = 20.0
+    """Timeout of the check of the task, s."""
 
     @property
     def on_login_node(self) -> bool:
-        """True if ranks run elsewhere, as jobs of Slurm."""
+        """True if ranks run as a Slurm job, on other machines."""
         return self.slurm is not None
 
     @property
     def alone(self) -> bool:
-        """True if this machine is the only node that a job could get."""
+        """True if this machine is the only node of the partitions."""
         here = ({socket.gethostname().partition(".")[0]}, {"localhost"})
         return {partition.get("Nodes") for partition in self.partitions} in here
 
     @property
     def in_container(self) -> bool:
-        """True if ranks run in a container, where paths may differ from those here."""
+        """True if ranks run in a container, where other paths may exist than here."""
         return self.site.container is not None
 
 
@@ -147,9 +169,9 @@ Check = Callable[[Facts], Iterable[Finding]]
 
 
 def judge(checks: Iterable[Check], facts: Facts) -> Iterator[Finding]:
-    """Run the checks one after another and yield their findings. A crash of a check is a finding, too.
+    """Run the checks one after another and yield their findings.
 
-    Raises the ConfigError of a check.
+    A ConfigError of a check is raised. Any other error of a check becomes a warning.
     """
     for check in checks:
         try:
@@ -163,11 +185,11 @@ def judge(checks: Iterable[Check], facts: Facts) -> Iterator[Finding]:
 def _crash(check: Check, error: Exception) -> Finding:
     name = check.__name__.removeprefix("check_").replace("_", " ")
     found = f"this could not be checked ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-    return warning(name, found, "a run may work all the same; report this line as a fault of the check")
+    return warning(name, found, "a run may still work; please report this line as a fault of the check")
 
 
 def refuse(checks: Iterable[Check], facts: Facts) -> list[Finding]:
-    """Run the checks and return their warnings. Raises ConfigError for the first problem."""
+    """Run the checks; return their warnings, or raise ConfigError with the first problem."""
     warnings = []
     for finding in judge(checks, facts):
         if finding.level == "problem":
@@ -177,12 +199,12 @@ def refuse(checks: Iterable[Check], facts: Facts) -> list[Finding]:
 
 
 def job_environment(site: Site) -> dict[str, str]:
-    """Return the environment of the ranks, as far as it is known here."""
+    """Return the environment variables of a job's ranks, as far as they are known here."""
     own = mpi_library.variables(site.mpi_library) | site.environment
     expanded = {name: os.path.expandvars(value) for name, value in own.items()}
     return {"HF_HUB_OFFLINE": "1", **os.environ, **expanded}
 
 
 def login_python(site: Site) -> str:
-    """Return the Python that the ranks will use, or this process's if the site names none."""
+    """Return the path of the ranks' Python: that of the site's ``venv``, else that of this process."""
     return os.path.expandvars(f"{site.venv}/bin/python") if site.venv else sys.executable

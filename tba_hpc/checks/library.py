@@ -1,6 +1,7 @@
 """Describes the MPI library that a process has loaded.
 
-This module must not import mpi4py: a process that has loaded the library calls ``describe``.
+A rank, which has loaded the library, calls ``describe``. Other processes run the program LOOK instead, so
+that they do not load the library themselves.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ LOOK = (
     "import json, dataclasses; from tba_hpc.checks.library import describe; "
     "print(json.dumps(dataclasses.asdict(describe(MPI.Get_library_version()))))"
 )
-"""Program that prints a Library as JSON. It does not start MPI, as some libraries fail to outside a job."""
+"""Python program that prints a Library as JSON. It does not start MPI, which some libraries refuse without a
+job."""
 
 NAME = re.compile(r"libmpi(ch|_(?!cxx)[a-z]+(_\d+)?)?\.so[.\d]*")
-"""File names of MPI libraries. MPICH variants have names of their own; Cray's also name the compiler."""
+"""Pattern of the file names of MPI libraries. Those of Cray MPICH contain the compiler's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """An MPI library. version: as the library reports it. path: its file.
+    """An MPI library.
 
-    own: whether it is in ``lib`` of this Python environment, where the wheel puts it. pmix: whether the
-    process has loaded PMIx, a library by which ranks find each other under srun.
+    version: name and version, as the library reports them. path: its file, or "" if unknown. own: whether pip
+    has installed it in this Python environment. pmix: whether the process has also loaded PMIx, with which
+    ranks find each other under srun.
     """
 
     version: str
@@ -39,7 +42,7 @@ class Library:
 
     @property
     def plugin(self) -> str:
-        """Plugin of srun with which ranks find each other; empty for an MPICH built with PMIx."""
+        """Value of ``srun --mpi`` that fits the library; empty for an MPICH with PMIx, as several may fit."""
         if "Open MPI" in self.version:
             return "pmix"
         if self.pmix:
@@ -48,7 +51,7 @@ class Library:
 
 
 def describe(version: str) -> Library:
-    """Describe the library of this process, given the text of MPI_Get_library_version."""
+    """Return the MPI library of this process. version: the text of MPI_Get_library_version."""
     files = mapped_files(os.fsdecode(Path("/proc/self/maps").read_bytes()))
     path = next((file for file in files if NAME.fullmatch(file.name)), None)
     return Library(
@@ -60,6 +63,6 @@ def describe(version: str) -> Library:
 
 
 def mapped_files(maps: str) -> list[Path]:
-    """Return the files in the text of /proc/PID/maps, each once."""
+    """Return the files in the text of ``/proc/PID/maps``, each once."""
     columns = [line.split(maxsplit=5) for line in maps.splitlines()]
     return list(dict.fromkeys(Path(column[5]) for column in columns if column[5:] and column[5][0] == "/"))

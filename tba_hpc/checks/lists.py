@@ -1,4 +1,4 @@
-"""Checks that each command makes, and the facts that they need."""
+"""Lists of the checks that each command makes, and the facts of a job."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from tba_hpc.config import Config
 from tba_hpc.launch.plan import Plan, Site
 
 JOBS = (slurm_checks.check_requeue, slurm_checks.check_gpu_request, slurm_checks.check_partitions)
+"""Checks of what any job requests."""
+
 CONFIG = (config_checks.check_resources, config_checks.check_rate)
+"""Checks of a config's models, data and learning rate."""
+
 DOCTOR = (*CONFIG, config_checks.check_chat_template, config_checks.check_task)
+"""Checks that ``tba doctor --config`` makes of the config."""
 
 FILES = (
     config_checks.check_files,
     config_checks.check_context_length,
     config_checks.check_engine_arguments,
 )
-"""Checks of any config that is used here."""
+"""Checks of a config before any run, on this machine or as a job."""
 
 RUN = (machine.check_engine, machine.check_ports, config_checks.check_task)
 """Checks before ``tba run`` starts ranks, besides FILES."""
@@ -35,10 +40,10 @@ SUBMIT = (
     *CONFIG,
     config_checks.check_task,  # last, since it takes longest
 )
-"""Checks before a run waits for hours in the queue."""
+"""Checks before ``tba submit`` puts a run into the queue, where it may wait for hours."""
 
 ELASTIC = (*JOBS, slurm_checks.check_variables, machine.check_interpreter, config_checks.check_resources)
-"""Checks before elastic searchers of an existing run wait in the queue."""
+"""Checks before ``tba submit --elastic`` puts elastic searchers into the queue."""
 
 MACHINE = (
     machine.check_engine,
@@ -50,10 +55,10 @@ MACHINE = (
     machine.check_registered_memory,
     machine.check_model,
 )
-"""Checks of a machine on which ranks will run."""
+"""Checks that ``tba doctor`` makes of any machine on which ranks will run."""
 
 NODE = (*MACHINE, machine.check_network)
-"""Checks that each node of a trial job makes."""
+"""Checks that ``tba doctor --launch`` makes on each node of its trial job."""
 
 LAPTOP = (
     mpi_checks.check_library,
@@ -62,6 +67,8 @@ LAPTOP = (
     machine.check_ports,
     *MACHINE,
 )
+"""Checks that ``tba doctor`` makes on a machine without Slurm."""
+
 LOGIN_NODE = (
     machine.check_engine,
     mpi_checks.check_library,
@@ -74,10 +81,14 @@ LOGIN_NODE = (
     machine.check_folder,
     machine.check_model,
 )
+"""Checks that ``tba doctor`` makes on the login node of a cluster."""
 
 
 def job_facts(config: Config, site: Site, split: Plan | None = None) -> Facts:
-    """Collect facts of a run's job; without ``split``, of one-node searcher jobs. Raises SlurmError."""
+    """Return the facts of a run's job, or if ``split`` is None, of jobs of elastic searchers.
+
+    Raises SlurmError if Slurm does not answer.
+    """
     asked = SlurmFacts.look()
     searchers = asked.partition(site.searcher.partition or site.partition)
     return Facts(

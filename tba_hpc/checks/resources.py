@@ -1,6 +1,7 @@
-"""Finds the models, data sets and files that a config names, and their places on this machine.
+"""Finds the models, data sets and files that a config names, on this machine.
 
-It loads none of them and never asks the hub: a login node only looks at names and files.
+A resource is one of these (``core.types.Resource``). This module looks at file names only: it loads no
+resource and never asks the hub.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def resources(config: Config, *, of_custom_task: bool = True) -> list[Resource]:
-    """List all resources that a config names. Raises ConfigError for a bad task or bad options.
+    """Return all resources that a config names. Raises ConfigError for a bad task or bad options.
 
-    of_custom_task: whether to import a user's own task and ask it, too.
+    of_custom_task: whether to import the user's own task, if the config names one, and ask it for its
+    resources.
     """
     models = {"model.path": config.model.path, "buffer.duplicates.model": config.buffer.embedding_model}
     files = {"task.train_file": config.task.train_file, "task.test_file": config.task.test_file}
@@ -35,14 +37,14 @@ def resources(config: Config, *, of_custom_task: bool = True) -> list[Resource]:
 
 
 def is_here(resource: Resource) -> bool:
-    """Return whether a resource must be a path on this machine, not an entry of the hub's cache."""
+    """Return whether a resource is a path on this machine, rather than a name on the hub."""
     return resource.kind == "file" or is_local(resource.name) or Path(resource.name).is_dir()
 
 
 def place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
-    """Return the place of a resource, complete as far as file names show; None if it must be fetched.
+    """Return the path of a resource on this machine; None if it is missing or incomplete, by its file names.
 
-    environment: holds the variables HF_… of the processes that will load it.
+    environment: environment variables of the processes that will load it; those named HF_… matter.
     """
     if resource.kind == "data set":
         return _data_place(resource, environment)
@@ -54,16 +56,18 @@ def place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
 
 
 def find_file(model: str, name: str, environment: Mapping[str, str]) -> Path | None:
-    """Find a file in a model's folder, or in its newest version in the hub's cache; None if missing."""
+    """Return the path of a file of a model, in its folder or in the hub's cache; None if it is not there."""
     here = is_local(model) or Path(model).is_dir()
     folder = _expanded(model) if here else snapshot(model, environment)
     return folder / name if folder and (folder / name).is_file() else None
 
 
 def missing(config: Config, environment: Mapping[str, str], *, of_custom_task: bool = True) -> list[Resource]:
-    """List a config's hub resources that the cache lacks, so that they cannot be loaded offline.
+    """Return the resources on the hub that a config names and that the ranks could not load.
 
-    Empty if the environment allows asking the hub, or if only the nodes know the cache's place.
+    These are the ones outside the cache, if ``environment`` forbids access to the hub. The list is also empty
+    if the path of the cache contains variables that only the nodes know. of_custom_task: as for
+    ``resources``.
     """
     if not is_offline(environment) or "$" in str(hub_cache(environment)):
         return []
@@ -72,11 +76,11 @@ def missing(config: Config, environment: Mapping[str, str], *, of_custom_task: b
 
 
 def missing_sentence(absent: Iterable[Resource], environment: Mapping[str, str]) -> str:
-    """Describe the ``missing`` resources in a sentence without a remedy."""
+    """Return a sentence, without a remedy, about resources that are ``missing``."""
     names = " and ".join(map(str, absent))
     return (
-        f"nothing whole of {names} is in {hub_home(environment)} (HF_HOME), where ranks look, and "
-        "HF_HUB_OFFLINE=1 forbids them to ask the hub"
+        f"{hub_home(environment)} (HF_HOME), where ranks look, has no complete copy of {names}, and "
+        "HF_HUB_OFFLINE=1 forbids them to download anything"
     )
 
 
@@ -86,44 +90,44 @@ def is_offline(environment: Mapping[str, str]) -> bool:
 
 
 def hub_home(environment: Mapping[str, str]) -> Path:
-    """Return the folder in which the Hugging Face libraries keep whatever they download."""
+    """Return the folder in which the Hugging Face libraries keep all that they download (HF_HOME)."""
     home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     return _expanded(home)
 
 
 def hub_cache(environment: Mapping[str, str]) -> Path:
-    """Return the folder where the Hugging Face libraries keep models."""
+    """Return the folder in which the Hugging Face libraries keep models."""
     chosen = environment.get("HF_HUB_CACHE")
     return _expanded(chosen) if chosen else hub_home(environment) / "hub"
 
 
 def data_cache(environment: Mapping[str, str]) -> Path:
-    """Return the folder where the Hugging Face libraries keep data sets, as tables."""
+    """Return the folder in which the Hugging Face libraries keep prepared data sets."""
     chosen = environment.get("HF_DATASETS_CACHE")
     return _expanded(chosen) if chosen else hub_home(environment) / "datasets"
 
 
 def _expanded(path: str) -> Path:
-    """Expand a path as the Hugging Face libraries do; ``~`` stays where no home is known."""
-    return Path(os.path.expanduser(os.path.expandvars(path)))  # noqa: PTH111, the other way raises then
+    """Expand ``~`` and variables in a path, as the Hugging Face libraries do."""
+    return Path(os.path.expanduser(os.path.expandvars(path)))  # noqa: PTH111, Path.expanduser raises without a home
 
 
 def snapshot(name: str, environment: Mapping[str, str]) -> Path | None:
-    """Return the cache's folder of a hub model's newest version, if there is one."""
+    """Return the folder of the newest version of a model in the hub's cache; None if there is none."""
     folder = hub_cache(environment) / f"models--{name.replace('/', '--')}"
     newest = folder / "refs/main"
     return folder / "snapshots" / newest.read_text().strip() if newest.is_file() else None
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return whether there are weight files, with all that an index lists."""
+    """Return whether a folder has weight files, and all those that their index lists."""
     return any(any(folder.glob(pattern)) for pattern in WEIGHTS) and not lacking(folder)
 
 
 def _data_place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
-    """Find a data set's folder in the cache, where its library left it before.
+    """Return the folder of a prepared data set in the cache, or None.
 
-    The library spells names in its own way, with other capitals and underscores.
+    Names are compared without capitals and underscores, since the library changes both.
     """
     owner, _, title = resource.name.rpartition("/")
     for folder in data_cache(environment).glob(f"{owner}___*" if owner else "*"):

@@ -1,4 +1,4 @@
-"""Checks of a Slurm cluster for what would harm a run."""
+"""Checks of a Slurm cluster and of what a job requests from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tba_hpc.run.slurm_queue import mebibytes
 
 
 def check_mpi_plugin(facts: Facts) -> Iterator[Finding]:
-    """Check that the site's ``mpi`` exists, and fits the MPI library that ranks load."""
+    """Check that srun has the plugin of the site key mpi, and that it fits the ranks' MPI library."""
     asked, site, title = facts.slurm, facts.site, "MPI plugin"
     if asked is None or (facts.config and not facts.config.one_world):
         return
@@ -21,7 +21,7 @@ def check_mpi_plugin(facts: Facts) -> Iterator[Finding]:
     default = asked.settings.get("MpiDefault", "none")
     if site.mpi is None and fits not in default:
         found = (
-            f"the site names no mpi, and MpiDefault={default} is not for {library}, which mpi4py loads here"
+            f"the site sets no mpi, and MpiDefault={default} does not fit {library}, which mpi4py loads here"
         )
         remedy = f"set mpi: {fits} in the site file, unless SLURM_MPI_TYPE is set for all users"
         yield warning(title, found, remedy)
@@ -31,34 +31,34 @@ def check_mpi_plugin(facts: Facts) -> Iterator[Finding]:
         better = fits if fits in asked.mpi else "one of them"
         found = f"srun has no --mpi={site.mpi}, only: {there}"
         yield problem(title, found, f"set mpi: {better} in the site file")
-    elif fits not in site.mpi:  # pmix_v5 and pspmix speak PMIx, too
-        found = f"mpi: {site.mpi} is not for {library}, which mpi4py loads here: ranks would not meet"
+    elif fits not in site.mpi:  # pmix_v5 and pspmix are PMIx, too
+        found = f"mpi: {site.mpi} does not fit {library}, which mpi4py loads here: each rank would be alone"
         others = "" if fits in asked.mpi else f" (srun has: {there})"
         yield problem(title, found, f"set mpi: {fits} in the site file{others}")
     else:
-        yield ok(title, f"srun has --mpi={site.mpi}" + (f", as {library} wants it" if fits else ""))
+        yield ok(title, f"srun has --mpi={site.mpi}" + (f", which fits {library}" if fits else ""))
 
 
 def check_gpu_request(facts: Facts) -> Iterator[Finding]:
-    """Warn if a job counts on GPUs without requesting a number of them."""
+    """Check that a job that uses GPUs also requests their number."""
     site = facts.site
     requests = [own.gpu_request or site.gpu_request or "" for own in (site.trainer, site.searcher)]
     alone = site.exclusive or any("--exclusive" in option for option in (*site.sbatch_options, *requests))
     if site.gpus_per_node and not alone and not all("{gpus}" in request for request in requests):
         found = (
-            f"gpu_request: {site.gpu_request or 'null'} asks for no number of GPUs: a job counts on all "
+            f"gpu_request: {site.gpu_request or 'null'} asks for no number of GPUs, but a job uses all "
             f"{site.gpus_per_node} of each node (gpus_per_node)"
         )
-        yield warning("GPU request", found, "set exclusive: true, unless nodes are given whole anyway")
+        yield warning("GPU request", found, "set exclusive: true, unless jobs always get whole nodes")
 
 
 def check_variables(facts: Facts) -> Iterator[Finding]:
-    """Check that variables in the site's values are set here; the nodes may know others."""
+    """Check that variables in the values of site keys are set here. The nodes may have others."""
     for key, names in facts.site.variables.items():
         for name in names:
             if name not in os.environ and not name.startswith("SLURM_"):
                 found = f"{name} is not set here, but the site key {key} uses it"
-                remedy = "unless a line of setup, a module or the nodes set it, the job will refuse to start"
+                remedy = "unless setup, a module or the nodes set it, the job will end when it starts"
                 yield warning("environment", found, remedy)
 
 
@@ -70,7 +70,7 @@ def check_het_jobs(facts: Facts) -> Iterator[Finding]:
     switch = re.search(r"disable_het(?:ero|job)_steps", facts.slurm.settings.get("SchedulerParameters", ""))
     remedy = "set hetjob: false in the site file"
     if scheduler != "sched/backfill":
-        found = f"SchedulerType={scheduler}, and only sched/backfill starts them"
+        found = f"SchedulerType={scheduler}, but only sched/backfill starts het jobs"
         yield problem("het jobs", found, remedy)
     elif switch:
         found = f"SchedulerParameters has {switch[0]}, so that no srun spans two components"
@@ -80,7 +80,7 @@ def check_het_jobs(facts: Facts) -> Iterator[Finding]:
 
 
 def check_requeue(facts: Facts) -> Iterator[Finding]:
-    """Check whether a job may requeue itself."""
+    """Check whether the cluster allows jobs to requeue themselves."""
     if facts.slurm is None:
         return
     if not facts.site.requeue:
@@ -88,20 +88,20 @@ def check_requeue(facts: Facts) -> Iterator[Finding]:
     elif facts.slurm.settings.get("JobRequeue") == "0":
         yield warning(
             "requeue",
-            "JobRequeue=0: this cluster requeues only jobs that ask for it, which some sites forbid",
-            "ours ask; if 'scontrol show job' still says Requeue=0, set requeue: false in the site file and "
-            "submit again after each stop",
+            "JobRequeue=0: only jobs submitted with --requeue may requeue, and some sites forbid this option",
+            "our jobs are; if 'scontrol show job' still says Requeue=0, set requeue: false in the site file "
+            "and submit again after each stop",
         )
     else:
         yield ok("requeue", "allowed")
 
 
 def check_job_requeue(facts: Facts) -> Iterator[Finding]:
-    """Check that Slurm has accepted that the job may be requeued."""
+    """Check that a submitted job may be requeued, as it has requested."""
     if facts.site.requeue and facts.job.get("Requeue") == "0":
         yield warning(
             "requeue",
-            "Slurm took the job with Requeue=0 although it asks to be requeued, so its first stop ends it",
+            "Slurm has set Requeue=0 for a job submitted with --requeue, so that its first stop ends it",
             "set requeue: false in the site file if the site forbids it; then submit again after a stop",
         )
 
@@ -110,7 +110,7 @@ def check_job_requeue(facts: Facts) -> Iterator[Finding]:
 
 
 def check_partitions(facts: Facts) -> Iterator[Finding]:
-    """Check that partitions take the site's time and memory; Slurm would queue larger jobs for ever."""
+    """Check that partitions allow the site's time and memory. Larger jobs would stay queued for ever."""
     site = facts.site
     for partition in facts.partitions:
         name, longest = partition["PartitionName"], partition.get("MaxTime", "UNLIMITED")
@@ -119,11 +119,11 @@ def check_partitions(facts: Facts) -> Iterator[Finding]:
             found = f"partition {name} is {partition['State']}, so that jobs stay queued"
             yield warning("partition", found, "wait, or choose another partition")
         elif site.seconds > slurm_seconds(longest):
-            found = f"time: {site.time} is beyond MaxTime={longest} of partition {name}"
+            found = f"time: {site.time} is more than MaxTime={longest} of partition {name}"
             remedy = f"set time: {longest} in the site file, or choose another partition"
             yield problem("partition", f"{found}; jobs would wait for ever", remedy)
         elif most.isdigit() and mebibytes(site.memory or "0") > int(most):
-            found = f"memory: {site.memory} is beyond MaxMemPerNode={most} (MiB) of partition {name}"
+            found = f"memory: {site.memory} is more than MaxMemPerNode={most} (MiB) of partition {name}"
             remedy = f"set memory: {most}M in the site file, or choose another partition"
             yield problem("partition", found, remedy)
         else:
@@ -131,7 +131,7 @@ def check_partitions(facts: Facts) -> Iterator[Finding]:
 
 
 def check_nodes(facts: Facts) -> Iterator[Finding]:
-    """Check that partitions have enough nodes; Slurm accepts and queues a het job that is too large."""
+    """Check that partitions have enough nodes. A het job that is too large would stay queued for ever."""
     asked, split, site = facts.slurm, facts.split, facts.site
     if asked is None or split is None:
         return
@@ -146,34 +146,37 @@ def check_nodes(facts: Facts) -> Iterator[Finding]:
         for key, nodes in (("TotalNodes", sum(components)), ("MaxNodes", max(components))):
             most = asked.partitions[name].get(key, "")
             if most.isdigit() and nodes > int(most):
-                found = f"{nodes} nodes are asked of partition {name}, but it has {key}={most}"
+                found = f"the job needs {nodes} nodes of partition {name}, which has {key}={most}"
                 remedy = "ask for fewer --nodes, or change the site key partition"
                 yield problem("nodes", f"{found}; the job would stay queued for ever", remedy)
 
 
 def check_preemption(facts: Facts) -> Iterator[Finding]:
-    """Report what happens to the run's job when a more important one wants its nodes."""
+    """Report what happens to the run's job if a job of higher priority gets its nodes."""
     for partition in facts.partitions if facts.slurm else ():
         yield _preemption(facts.slurm.settings if facts.slurm else {}, partition, facts.site.signal_seconds)
 
 
 def _preemption(settings: Mapping[str, str], partition: Mapping[str, str], wanted: int) -> Finding:
-    """Judge a partition. wanted: seconds that a time limit leaves for a checkpoint."""
+    """Return the finding about preemption in a partition.
+
+    settings: Slurm's settings. wanted: seconds before the time limit at which a job is asked to checkpoint.
+    """
     title, name, mode = "preemption", partition["PartitionName"], partition.get("PreemptMode", "OFF")
     kind, grace = settings.get("PreemptType", "preempt/none"), int(partition.get("GraceTime", "0"))
     if kind == "preempt/none" or mode == "OFF":
         return ok(title, f"{name}: jobs are never preempted")
     if "SUSPEND" in mode or mode == "GANG":
-        found = f"{name}: PreemptMode={mode} suspends the ranks of a job, maybe not all of them"
-        remedy = "choose a partition that requeues; a rank that stays silent ends the step after a timeout"
+        found = f"{name}: PreemptMode={mode} suspends the ranks of a job, perhaps not all of them"
+        remedy = "choose a partition that requeues; ranks that wait for a suspended one fail after a timeout"
         return warning(title, found, remedy)
     if kind == "preempt/qos":
-        return ok(title, f"{name}: by QOS; grace: sacctmgr show qos format=name,preemptmode,gracetime")
+        return ok(title, f"{name}: by QOS; see sacctmgr show qos format=name,preemptmode,gracetime")
     if grace < wanted:
-        late = "ends the job for good" if mode == "CANCEL" else "is lost, and steps are done again"
+        late = "ends the job for good" if mode == "CANCEL" else "is lost, and its steps are repeated"
         found = (
-            f"{name}: a preempted job has {grace} s (GraceTime) for its checkpoint, a time limit leaves it "
-            f"{wanted} s (signal_seconds); a checkpoint that takes longer {late}"
+            f"{name}: a preempted job has {grace} s (GraceTime) for a checkpoint, but {wanted} s at its time "
+            f"limit (signal_seconds); a checkpoint that takes longer {late}"
         )
         remedy = "set checkpoint.every so that little is lost, or choose another partition"
         return warning(title, found, remedy)

@@ -1,7 +1,8 @@
-"""Checks a run's task against its config before anything of the run is made.
+"""Checks a task and all its prompts before a run starts.
 
-This runs in its own process, ``python -m tba_hpc.checks.task_check`` with a config on stdin, since a task's
-code is the user's; see ``config_checks.check_task``. It uses no GPU. Faults that it cannot see, ranks refuse.
+Since the check runs the user's code, it has a process of its own: ``python -m tba_hpc.checks.task_check``
+with a config on stdin, started by ``config_checks.check_task``. It uses no GPU. Problems that it cannot find
+here are found when ranks start.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ from tba_hpc.tasks import load_task
 from tba_hpc.tasks.jsonl import Jsonl
 from tba_hpc.tasks.rows import Rows
 
-log = logging.getLogger("tba_hpc.checks.task_check")  # the same name if this module is the program
+log = logging.getLogger("tba_hpc.checks.task_check")  # not "__main__"
 
 
 def check(config: Config, *, try_rewards: bool = False) -> None:
-    """Load the task and check all its prompts. Raises ConfigError.
+    """Load the task and check all its prompts. Raises ConfigError for the first problem.
 
-    try_rewards: whether to call judges and reward functions once, for ranks that start here at once.
+    try_rewards: whether to call the task's judge or reward function once, as when ranks start on this
+    machine.
     """
     _require_folder(config.model.path)
-    if isinstance(config.train.objective, OwnObjective) and find_spec("torch"):  # which losses import
+    if isinstance(config.train.objective, OwnObjective) and find_spec("torch"):  # its module may import torch
         find_function(f"train.objective={config.train.objective.name}", config.train.objective.name)
     tokenizer = _tokenizer(config)
     if tokenizer is None:
@@ -61,9 +63,10 @@ def check(config: Config, *, try_rewards: bool = False) -> None:
 
 
 def warn_of_control_tokens(task: Rows[Any], tokenizer: FileTokenizer) -> None:
-    """Warn of training rows whose own text holds special tokens, which could end a message early.
+    """Log a warning if the text of training rows contains special tokens, which the model would obey.
 
-    Special tokens that every prompt has come from the task's template, and are meant.
+    For example, one could end a message early. Special tokens that all prompts contain are ignored, since
+    they come from the task's template.
     """
 
     def written(prompt: Prompt) -> np.ndarray:
@@ -79,13 +82,13 @@ def warn_of_control_tokens(task: Rows[Any], tokenizer: FileTokenizer) -> None:
     if odd:
         token, text = tokenizer.decode_whole(found[odd[0]][-1:]), tokenizer.decode(prompts[odd[0]].tokens)
         log.warning(
-            f"{len(odd)} of {len(found)} train prompts hold special tokens in their text, such as {token} in "
-            f"{text[:60]!r}: the model obeys them, so remove them from the rows unless they are meant"
+            f"{len(odd)} of {len(found)} train prompts contain special tokens in their text, such as {token} "
+            f"in {text[:60]!r}: the model obeys them, so remove them from the rows unless they are intended"
         )
 
 
 def _tokenizer(config: Config) -> Tokenizer | None:
-    """Load the model's tokenizer; None if only the ranks can. Raises ConfigError."""
+    """Return the model's tokenizer; None if only ranks can load it. Raises ConfigError if it is unusable."""
     path, has_torch = config.model.path, find_spec("torch") is not None
     if is_own(path):  # its module may import torch
         backend = own_backend(config) if has_torch else None
@@ -98,7 +101,7 @@ def _tokenizer(config: Config) -> Tokenizer | None:
 
 
 def _require_fetched(config: Config, remedy: str) -> None:
-    """Raise ConfigError if a named model or data set is missing for the ranks, which are offline."""
+    """Raise ConfigError if ranks, which are offline, lack a model or data set. remedy: command to type."""
     if lacking := missing(config, os.environ):
         raise ConfigError(
             f"{missing_sentence(lacking, os.environ)}: where there is a network, type: {remedy}"
@@ -106,26 +109,26 @@ def _require_fetched(config: Config, remedy: str) -> None:
 
 
 def _require_folder(path: str) -> None:
-    """Raise ConfigError if the model's folder contains no model or an incomplete one."""
+    """Raise ConfigError if ``path`` is a folder without a complete model; a name on the hub is accepted."""
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ConfigError(
-            f"no model can be loaded from model.path={path}: it holds no config.json; give a folder that "
-            "save_pretrained wrote"
+            f"no model can be loaded from model.path={path}, as it contains no config.json: give a folder "
+            "that save_pretrained wrote"
         )
     config = find_file(path, "config.json", os.environ)
     if config and (found := fault(config.parent)):
-        raise ConfigError(f"the folder of model.path={path} {found}: copy or download the model anew")
+        raise ConfigError(f"the folder of model.path={path} {found}: copy or download the model again")
 
 
 def _serve(*_: object, **__: object) -> Victim:
-    """End the check, since no model is served here for a task that asks for one at once."""
+    """End the process without a finding, since this check cannot serve the model that a task asks for."""
     raise SystemExit(0)
 
 
 if __name__ == "__main__":
     print_in_any_encoding()
     modules.use_here()
-    logging.getLogger("tba_hpc").addHandler(logging.StreamHandler(sys.stdout))  # shows rows set aside
+    logging.getLogger("tba_hpc").addHandler(logging.StreamHandler(sys.stdout))  # warnings on stdout
     try:
         asked = parse_config(yaml.safe_load(sys.stdin))
         if sys.argv[1:]:

@@ -1,6 +1,6 @@
-"""Starts ranks on the cluster like a run, to check that they form one MPI world, and what their nodes lack.
+"""Trial job of ``tba doctor --launch``: do its ranks form one MPI world, and what do their nodes lack?
 
-The batch script is the same as for every run. Its ranks differ: each is ``tba trial-rank`` (``rank.py``).
+Its batch script is like that of a run, but each of its ranks runs ``tba trial-rank`` (``rank.py``).
 """
 
 from __future__ import annotations
@@ -32,63 +32,65 @@ from tba_hpc.run.files import write_atomic
 from tba_hpc.run.notes import first_note
 
 NO_MODEL = "none"
-"""Model of a trial in which nodes do not look for a model."""
+"""Value of model.path in a trial that checks no model."""
 
 NODES = 2
 """Number of nodes of a trial: one trains, one searches."""
 
 PROMPTS = 840
-"""Prompts of a step that is never taken; divisible by any likely number of ranks."""
+"""Value of train.prompts_per_step. Any likely number of ranks divides it, and no step is taken."""
 
 SHORT = {"time": "10", "signal_seconds": 60, "relaunches": 0}
-"""Site keys of a trial. Shorter jobs start sooner, and one try is enough."""
+"""Site keys of a trial. Short jobs start sooner, and one start is enough."""
 
 JOIN_SECONDS = 60
-"""Deadline by which the ranks must find each other."""
+"""Seconds in which the ranks must find each other."""
 
 JOB_CHECK_SECONDS, QUEUE_SECONDS = 0.5, 30.0
-"""Pause between two checks of a running job, and the longest pause for one that waits."""
+"""Pause between two checks of a running job, and the longest pause for a job in the queue, s."""
 
 TITLE, BROADCAST = "one MPI world", "MPI between nodes"
 """Titles of the findings about the ranks' MPI world and about messages between nodes."""
 
 WORLD = "world"
-"""File name of the leader's findings, which concern all ranks; nodes use their own names."""
+"""Name of the file with findings about all ranks. Findings about a node are in a file with its name."""
 
 ALONE = re.compile(r"alone in its MPI world.*--mpi=(\w+)")
-"""Pattern of the error of a rank that was started alone, with the plugin that it needs."""
+"""Pattern of the error of a rank that is alone in its MPI world, with the plugin that it needs."""
 
 TROUBLE = re.compile(
     r"error: .*|\S+: command not found|\S+ does not (?:see|answer).*|these nodes are unusable: .*"
     r"|PMIX ERROR.*|An error .*MPI_Init.*"
 )
-"""Pattern of lines in a job's log that report an error."""
+"""Pattern of the errors in a job's log."""
 
 UNREACHED = re.compile(r"did not (?:join the world|welcome all ranks)")
-"""Message of ranks that started but cannot exchange messages."""
+"""Pattern of the error of ranks that have started but cannot exchange messages."""
 
 PMIX_TROUBLE = re.compile(r"PMIX ERROR|selected pml|An error occurred in MPI_Init")
-"""Errors of ranks that PMIx could not start or connect."""
+"""Pattern of the errors of ranks that PMIx could not start or connect."""
 
 NO_NETWORK = (
-    "set network_interface in the site file to the network that all nodes share; if it is set, a firewall is "
-    "between them: ask for the nodes' ports to each other to be open, or try other nodes"
+    "set network_interface in the site file to the network that all nodes share; if it is set, there may be "
+    "a firewall: ask the administrators to open the ports between nodes, or try other nodes"
 )
+"""Remedy for ranks that cannot exchange messages."""
 
 _FINDINGS = TypeAdapter(list[Finding])
 
 
 def write_findings(run: RunDir, name: str, findings: list[Finding]) -> None:
-    """Write the findings of a node or of the leader to a file of the attempt."""
+    """Write findings to a file of the attempt. name: of the node, or WORLD for those about all ranks."""
     write_atomic(run.attempt / f"findings-{name}.json", _FINDINGS.dump_json(findings).decode())
 
 
 def prepare(
     site: Site, root: Path, model: str | None, *, lay_out: Callable[[Plan, Site], Plan] | None = None
 ) -> tuple[Config, Plan, str]:
-    """Return config, plan and batch script of a trial in ``root``, whose ranks look for ``model``.
+    """Return the config, plan and batch script of a trial.
 
-    lay_out: chooses the nodes that each component of the job may have.
+    root: folder of runs. model: path or name of the policy that nodes look for; None for none. lay_out:
+    chooses the nodes that each component of a het job may get; None leaves that to Slurm.
     """
     tree: dict[str, dict[str, object]] = {
         "run": {"name": f"doctor-{os.getpid()}-{site.mpi or 'default'}", "root": str(root.absolute())},
@@ -115,7 +117,8 @@ def prepare(
 def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> list[Finding]:
     """Submit a trial job, wait up to ``seconds`` for its end, and return its findings.
 
-    The first finding says if its ranks formed one MPI world. Raises ConfigError for a read-only ``root``.
+    The first finding says whether its ranks formed one MPI world. Raises ConfigError if ``root`` is not
+    writable, and SlurmError if Slurm does not answer.
     """
     config, split, script = prepare(site.model_copy(update=SHORT), root, model, lay_out=separate_nodes)
     run = RunDir.create(config)
@@ -125,7 +128,7 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
         job = slurm.submit(run, script)
     except slurm.SubmitError as error:
         shutil.rmtree(run.path)
-        return [problem(TITLE, str(error), "the site file says what to ask for")]
+        return [problem(TITLE, str(error), "correct the site file")]
     facts = Facts(site=site, job=slurm_queue.job_fields(job))
     try:
         late = _wait(run, job, seconds)
@@ -139,7 +142,7 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
     world = left.pop(WORLD, None)
     stamps = {file.name.removeprefix("clock-"): file.stat().st_mtime for file in run.attempt.glob("clock-*")}
     findings = late or verdict(run, site, split, sorted(left), joined=world is not None)
-    if findings[0].level == "warning" or run.finished:  # otherwise its logs are needed
+    if findings[0].level == "warning" or run.finished:  # otherwise the user needs its logs
         shutil.rmtree(run.path)
     return [
         *findings,
@@ -151,7 +154,7 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
 
 
 def _of_nodes(left: dict[str, list[Finding]]) -> list[Finding]:
-    """Join equal findings of nodes; leave out "ok", except of GPUs and the network."""
+    """Join equal findings of nodes, and leave out those with level "ok", except on GPUs and the network."""
     hosts: dict[Finding, list[str]] = {}
     for host, findings in left.items():
         for finding in findings:
@@ -161,9 +164,9 @@ def _of_nodes(left: dict[str, list[Finding]]) -> list[Finding]:
 
 
 def _wait(run: RunDir, job: str, seconds: float) -> list[Finding]:
-    """Wait until the run's job has ended or is requeued; return a finding if that takes too long.
+    """Wait until the job has ended or is requeued; return a finding if that takes too long, else nothing.
 
-    Each change of its state is told on stderr.
+    Each change of the job's state is printed to stderr.
     """
     end, pause, told = time.monotonic() + seconds, JOB_CHECK_SECONDS, ""
     while active := slurm_queue.active(components := slurm_queue.job_states(run)):
@@ -174,17 +177,17 @@ def _wait(run: RunDir, job: str, seconds: float) -> list[Finding]:
         if (now := _progress(active, components[0]["reason"])) != told:
             print(f"{now}; waiting up to {end - time.monotonic():.0f} s", file=sys.stderr, flush=True)
             told = now
-        # A queue may be long, and everybody asks its server.
+        # All users share Slurm's controller, so a job that may wait long is checked less and less often.
         pause = min(1.5 * pause, QUEUE_SECONDS) if active.state == "PENDING" else JOB_CHECK_SECONDS
         time.sleep(min(pause, max(0.0, end - time.monotonic())))
     return []
 
 
 def _progress(active: slurm_queue.ActiveJob, reason: str) -> str:
-    """Say what the job of the trial is doing."""
+    """Return a line on what the trial job is doing. reason: Slurm's reason why it is queued."""
     if active.waiting:
         return f"job {active.number} is queued ({reason})"
-    return f"job {active.number} runs on its nodes: ranks start, and look at GPUs, network and folders"
+    return f"job {active.number} is running: its ranks check GPUs, network and folders"
 
 
 def _too_late(job: str, state: str, seconds: float) -> Finding:
@@ -192,11 +195,14 @@ def _too_late(job: str, state: str, seconds: float) -> Finding:
     found = f"job {job} was still {state.lower()} after {seconds:g} s ({reason}) and is cancelled"
     if state == "PENDING":
         return warning(TITLE, found, "try again when the queue is shorter, or with a longer --wait")
-    return problem(TITLE, found, "a node or the network may hang: try other nodes")
+    return problem(TITLE, found, "a node or the network may be faulty: try other nodes")
 
 
 def verdict(run: RunDir, site: Site, split: Plan, hosts: Sequence[str], *, joined: bool) -> list[Finding]:
-    """Judge whether the ranks of an ended trial formed one world. joined: they exchanged messages, too."""
+    """Return the findings on whether the ranks of a trial that has ended formed one MPI world.
+
+    hosts: nodes that have written findings. joined: whether the ranks also exchanged messages.
+    """
     log = "".join(log.read_text(errors="replace") for log in run.path.glob("slurm/job-*.log"))
     trouble = first_note(run.attempt, "*") or "; ".join(list(dict.fromkeys(TROUBLE.findall(log)))[:3])
     trouble = trouble or "no error in its log"
@@ -206,7 +212,7 @@ def verdict(run: RunDir, site: Site, split: Plan, hosts: Sequence[str], *, joine
         found = f"the ranks joined, but their messages did not arrive: {trouble}; see {run.path}"
         return [one] if joined else [one, problem(BROADCAST, found, NO_NETWORK)]
     if alone := ALONE.search(trouble):
-        found = f"{how} started {ranks} ranks, each in a world of its own"
+        found = f"{how} started {ranks} ranks, each in an MPI world of its own"
         return [problem(TITLE, found, f"set mpi: {alone[1]} in the site file")]
     if not log:
         found = f"the first node wrote no log: it does not see {run.path}, or could not start the job"

@@ -1,4 +1,4 @@
-"""Ways to start the roles of a run."""
+"""Starts the ranks of a run, on this machine or as jobs of Slurm."""
 
 
 class LaunchError(RuntimeError):
@@ -6,4 +6,5 @@ class LaunchError(RuntimeError):
 
 
 ONE_MACHINE = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
-"""Environment that limits Open MPI's ranks to shared memory; otherwise each listens on every network."""
+"""Environment that makes ranks of Open MPI exchange messages through shared memory alone. Without it each
+rank listens on every network of the machine."""

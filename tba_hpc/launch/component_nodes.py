@@ -1,8 +1,9 @@
-"""Choice of the nodes that each component of a het job may have, so that they always form one MPI world.
+"""Chooses the nodes that each component of a het job may get, so that all ranks form one MPI world.
 
-srun and PMIx number the nodes of a het step alike only if all nodes of component 0 come before those of
-component 1 in Slurm's own order of names (``docs/slurm.md``). Before a job is submitted, the nodes are
-therefore cut in two by name, and each component excludes those beyond the cut. Either role may come first.
+srun and PMIx give the nodes of a het step the same numbers only if all nodes of component 0 come before those
+of component 1 in Slurm's order of names (``docs/slurm.md``). Before a job is submitted, the list of nodes in
+this order is therefore cut in two. Component 0 excludes the nodes after the cut, and component 1 those before
+it. Either role may be component 0.
 """
 
 from __future__ import annotations
@@ -18,22 +19,31 @@ from tba_hpc.launch.plan import Component, ComponentSite, Plan, Site
 from tba_hpc.run.slurm_queue import ask, fields, mebibytes
 
 LAYOUT = "%N|%R|%t|%c|%m|%f|%G"
-"""Fields that sinfo prints per node and partition: name, partition, state, cores, MiB, features, GPUs."""
+"""Format of sinfo's output: name, partition, state, cores, memory in MiB, features and GPUs of a node."""
 
 GONE = re.compile(r"down|drain|drng|fail|err|unk|inval|\*$")
-"""Pattern of the states of nodes that no job will get soon."""
+"""Pattern of the states of nodes that are unavailable for long."""
 
 CHOOSES_NODES = re.compile(r"^(-w|--nodelist|-F|--nodefile|-C|--constraint|--contiguous)\b")
-"""Options of sbatch with which users choose nodes themselves."""
+"""Pattern of the sbatch options with which users choose nodes themselves."""
 
 EXCLUDES = re.compile(r"^(?:-x\s*|--exclude[=\s]\s*)(\S+)")
+"""Pattern of the sbatch option that excludes nodes, with their list."""
+
 GPU_TYPE = re.compile(r"(?:gpu:|gpus-per-node=|gpus=)([A-Za-z]\w*):")
+"""Pattern of a request for GPUs, with their type."""
+
 RESERVES = re.compile(r"^--reservation[=\s]\s*(\S+)")
+"""Pattern of the sbatch option that names a reservation, with the name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node as sinfo lists it in one partition. up: whether a job may get it soon; idle: at once."""
+    """A node of a partition, as sinfo lists it.
+
+    up: whether the node is available, if perhaps busy now. idle: whether a job can get it at once. cpus:
+    number of cores. memory: MiB. gpus: number of GPUs by type; the type "" if sinfo names none.
+    """
 
     name: str
     partition: str
@@ -43,13 +53,15 @@ class Node:
     memory: int
     features: frozenset[str]
     gpus: Mapping[str, int]
-    """Number of GPUs by type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Cut of the nodes in two. first: index of the request with the nodes before the cut, as component 0.
-    leave: nodes that each request must not get, in Slurm's order."""
+    """A division of an ordered list of nodes between two requests.
+
+    first: index of the request that gets the nodes before the cut. leave: nodes that each request must
+    exclude, in the order of the list.
+    """
 
     first: int
     leave: tuple[tuple[str, ...], tuple[str, ...]]
@@ -63,16 +75,19 @@ def cut(
     up: frozenset[str],
     idle: frozenset[str],
 ) -> Cut | None:
-    """Find the best place to cut nodes in Slurm's ``order``; None if no place leaves enough.
+    """Divide the nodes in ``order`` between two requests; return None if no cut leaves enough for both.
 
-    needed: number of nodes of each of two requests. fit: nodes that each could have. The best cut lets both
-    requests start at once on idle nodes. Next come cuts that leave both sides the most spare nodes, as a
-    multiple of those needed. Of equal cuts, one with the first request first wins.
+    needed: number of nodes that each request needs. fit: nodes that satisfy each request. up: nodes that are
+    available. idle: nodes that are available at once.
+
+    Cuts with which both requests can start at once on idle nodes come first. Otherwise the best cut leaves
+    the request that is worse off the most nodes, as a multiple of those that it needs. Of equally good cuts,
+    one that puts request 0 before the cut is chosen.
     """
     best: tuple[tuple[float, ...], int, int] = ((), 0, 0)
     for first in (0, 1):
         roles = (first, 1 - first)
-        # Nodes on each side for every place of the cut: idle ones, those that are up, and all.
+        # For each place of the cut, the numbers of nodes on both sides: of idle nodes, of those up, of all.
         sides = [
             _sides(order, *(fit[role] & kind for role in roles)) for kind in (idle, up, frozenset(order))
         ]
@@ -93,7 +108,7 @@ def cut(
 
 
 def _sides(order: Sequence[str], first: frozenset[str], second: frozenset[str]) -> list[tuple[int, int]]:
-    """Count, for each place of a cut, the first set's nodes before it and the second set's nodes after it."""
+    """Return, for each place of a cut, how many nodes of ``first`` precede it and of ``second`` follow it."""
     before = accumulate((node in first for node in order), initial=0)
     total = sum(node in second for node in order)
     gone = accumulate((node in second for node in order), initial=0)
@@ -101,7 +116,11 @@ def _sides(order: Sequence[str], first: frozenset[str], second: frozenset[str]) 
 
 
 def _has(features: frozenset[str], constraint: str) -> bool:
-    """Return whether features meet a constraint of names joined by & and |; True if it has another form."""
+    """Return whether a node with these features meets an sbatch constraint.
+
+    Only constraints of names, joined by ``&``, ``,`` or ``|``, are understood. For any other the answer is
+    True.
+    """
     if not re.fullmatch(r"[\w.:-]+([&,|][\w.:-]+)*", constraint):
         return True
     return any(set(re.split("[&,]", choice)) <= features for choice in constraint.split("|"))
@@ -113,8 +132,9 @@ def _has(features: frozenset[str], constraint: str) -> bool:
 def separate_nodes(plan: Plan, site: Site) -> Plan:
     """Return the plan, with the nodes that each component of a het job must exclude.
 
-    If the site's sbatch_options choose nodes, the plan stays as it is. Raises ConfigError if no cut of the
-    possible nodes leaves enough for both components, and SlurmError if Slurm does not answer.
+    The plan is returned unchanged for one allocation, or if the site's sbatch_options choose nodes. Raises
+    ConfigError if no division of the nodes leaves enough for both components, and SlurmError if Slurm does
+    not answer.
     """
     if plan.form != "het" or any(map(CHOOSES_NODES.match, site.sbatch_options)):
         return plan
@@ -125,7 +145,7 @@ def separate_nodes(plan: Plan, site: Site) -> Plan:
     )
     needed, order = (plan.trainer.nodes, plan.searcher.nodes), _in_order(fit[0] | fit[1])
     if len(order) < sum(needed) or any(len(fit[role]) < needed[role] for role in (0, 1)):
-        return plan  # too few for any cut: Slurm itself refuses that, or knows better
+        return plan  # too few, as far as is known here; Slurm decides
     up, idle = (frozenset(node.name for node in nodes if getattr(node, kind)) for kind in ("up", "idle"))
     found = cut(order, needed, fit, up=up, idle=idle)
     if found is None:
@@ -134,7 +154,7 @@ def separate_nodes(plan: Plan, site: Site) -> Plan:
             f"{count(plan.trainer.nodes, 'trainer node')} of partition {names[0]} and "
             f"{count(plan.searcher.nodes, 'searcher node')} of partition {names[1]} cannot be chosen so that "
             "the names of one role all come before those of the other, as one MPI world over a het job needs:"
-            " ask for fewer --nodes, or for one partition and --homogeneous"
+            " ask for fewer --nodes, or use one partition and --homogeneous"
         )
     leave = [_excluded(site, names) for names in found.leave]
     return replace(
@@ -146,7 +166,8 @@ def separate_nodes(plan: Plan, site: Site) -> Plan:
 
 
 def _excluded(site: Site, beyond: Sequence[str]) -> str:
-    """Return all nodes that a component excludes, the site's included; empty if none lie beyond the cut."""
+    """Return the value of a component's ``--exclude``: the nodes ``beyond`` the cut, and those that the site
+    excludes. Empty if ``beyond`` is empty, since the site's own option then suffices."""
     if not beyond:
         return ""
     names = ask("scontrol", "show", "hostlist", ",".join(beyond)).strip()
@@ -154,14 +175,17 @@ def _excluded(site: Site, beyond: Sequence[str]) -> str:
 
 
 def _option(pattern: re.Pattern[str], options: Sequence[str]) -> str:
-    """Return the value of an option; the last one counts, as for sbatch."""
+    """Return the value of the last matching option, which is the one that sbatch obeys; "" for none."""
     return next((match[1] for option in reversed(options) if (match := pattern.match(option))), "")
 
 
 def _fit(
     nodes: Sequence[Node], component: Component, site: Site, own: ComponentSite, default: str
 ) -> frozenset[str]:
-    """Return the names of nodes that satisfy a component's known requirements."""
+    """Return the names of the nodes that satisfy a component's requests, as far as sinfo shows.
+
+    own: the component's part of the site file. default: name of the cluster's default partition.
+    """
     partitions = (own.partition or site.partition or default).split(",")
     cpus = component.ranks_per_node * component.cpus_per_rank
     memory = mebibytes(own.memory or site.memory or "0")
@@ -184,17 +208,21 @@ def _fit(
 
 
 def _in_order(names: frozenset[str]) -> list[str]:
-    """Sort names in Slurm's own order."""
+    """Sort names of nodes in Slurm's order."""
     return _expanded(ask("scontrol", "show", "hostlistsorted", ",".join(names)).strip()) if names else []
 
 
 def _expanded(listed: str) -> list[str]:
-    """Expand a node list in Slurm's notation to names."""
+    """Expand a node list in Slurm's notation, such as ``node[1-3]``, to names."""
     return ask("scontrol", "show", "hostnames", listed).split()
 
 
 def _nodes(text: str) -> tuple[list[Node], str]:
-    """Parse sinfo's output in LAYOUT; return the nodes and the name of the default partition, or ""."""
+    """Parse sinfo's output; return the nodes, and the name of the default partition or "".
+
+    Each line holds the fields of LAYOUT and then the partition's name once more, with "*" if it is the
+    default.
+    """
     rows = [line.rsplit("|", 7) for line in text.splitlines() if line.count("|") >= 7]
     default = next((row[1] for row in rows if row[7].endswith("*")), "")
     return [_node(row) for row in rows], default

@@ -1,7 +1,7 @@
-"""Shell words of the batch script that start a command inside a site's container.
+"""Shell words with which a batch script starts commands in a site's container.
 
-They follow the runtimes' own pages: apptainer.org/docs
-(exec), docs.nersc.gov/development/containers (podman-hpc, shifter), github.com/NVIDIA/pyxis/wiki/Usage.
+Sources: apptainer.org/docs (exec), docs.nersc.gov/development/containers (podman-hpc, shifter) and
+github.com/NVIDIA/pyxis/wiki/Usage.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ GPU_DRIVER: dict[str, tuple[str, ...]] = {
     "podman-hpc": ("--gpu",),
     "shifter": ("--module=gpu",),
 }
-"""Arguments that bring NVIDIA's driver into a container; for pyxis a hook of enroot does it."""
+"""Arguments that make NVIDIA's driver available in a container, by runtime. pyxis needs none."""
 
 TMP = "/tmp"
-"""Folder that is writable in every container, unlike the one that TMPDIR names outside."""
+"""Folder that is writable in every container; the folder of TMPDIR may be missing there."""
 
 
 def inside(command: Sequence[str], site: Site) -> str:
-    """Return the command as shell words, preceded by those that start it in the site's container."""
+    """Return the shell words that run a command, in the site's container if it has one."""
     before = _prefix(site.container, site) if site.container else []
     return " ".join([*map(word, before), *map(shlex.quote, command)])
 
 
 def step_options(site: Site) -> str:
-    """Return the srun options that start programs in the site's container, each after a blank; or ""."""
+    """Return the srun options that start programs in the site's container, each after a blank.
+
+    Only pyxis has such options. For other runtimes, or without a container, the result is "".
+    """
     box = site.container
     if box is None or box.runtime != "pyxis":
         return ""
@@ -41,22 +44,22 @@ def step_options(site: Site) -> str:
 
 
 def filled_in(text: str) -> str:
-    """Quote a shell word so that its variables expand, but neither its commands nor its arithmetic."""
+    """Quote a shell word so that variables in it are expanded, but commands and arithmetic are not."""
     return '"' + re.sub(r'(["`\\])|\$(?=[(\[])', r"\\\g<0>", text) + '"'
 
 
 def word(text: str) -> str:
-    """Quote like ``filled_in``, but only if the word needs quotes."""
+    """Quote a shell word as ``filled_in`` does, but only if that is necessary."""
     return text if re.fullmatch(r"[\w@%+=:,./-]+", text) else filled_in(text)
 
 
 def _prefix(box: Container, site: Site) -> list[str]:
-    """Return the words before a command that start it inside; empty for pyxis, where srun does."""
+    """Return the words to put before a command that runs in the container; none for pyxis."""
     arguments = _arguments(box, site)
     if box.runtime in ("apptainer", "singularity"):
         binds = [part for bind in (*box.binds, "$RUN") for part in ("--bind", bind)]
         return [box.runtime, "exec", *arguments, *binds, str(box.image)]
-    if box.runtime == "podman-hpc":  # unlike the others, podman does not pass on the environment
+    if box.runtime == "podman-hpc":  # only podman needs an option to pass on the environment
         volumes = [f"--volume={pair}" for pair in _pairs(box)]
         return [box.runtime, "run", "--rm", "--env-host", *arguments, *volumes, str(box.image)]
     if box.runtime == "shifter":
@@ -72,5 +75,5 @@ def _arguments(box: Container, site: Site) -> list[str]:
 
 
 def _pairs(box: Container) -> list[str]:
-    """List ``SOURCE:TARGET`` for each folder to mount, including the run directory."""
+    """Return ``SOURCE:TARGET`` for each folder to mount, the run directory included."""
     return [bind if ":" in bind else f"{bind}:{bind}" for bind in (*box.binds, "$RUN")]

@@ -1,30 +1,43 @@
-# Sourced by every batch script of this project. It sets the environment of the ranks. On the first node,
-# outside any container, it does what needs Slurm's commands: signals, nodes, steps, the queue. What comes
-# next `tba supervise` (supervise.py) decides. The script that sources this library sets:
-#   RUN              the run directory, on a file system that all nodes share
-#   TBA, RANK        commands (arrays): `tba`, and `tba` as a rank of MPI
-#   NODES, TRAINER_NODES, TRAINERS, SEARCHERS_PER_NODE, SEARCHERS      who works where; a het job needs TRAINERS, SEARCHERS
-#   REQUEUE, RELAUNCHES, SAVE_SECONDS                           what the site allows
-#   CHAINED                                                     1: it follows another job of a chain
-#   STEP_MEMORY, CACHES_IN                                      optional: see below
-#   ranks()          starts all ranks as one step, and waits for it
+# Shell library that every batch script of this project sources. It sets the environment of the ranks. Then, on
+# the job's first node and outside any container, it does the work that needs Slurm's commands: it handles
+# signals, nodes, job steps and the queue. It leaves each decision about what to do next to `tba supervise`
+# (supervise.py). The batch script sets:
+#   RUN                   the run directory, on a file system that all nodes share
+#   TBA, RANK             commands, as arrays: `tba`, and `tba` as a rank of MPI
+#   TRAINERS, SEARCHERS   numbers of ranks
+#   NODES, TRAINER_NODES, SEARCHERS_PER_NODE   how one allocation is split between the roles; unused by het jobs
+#   REQUEUE               yes or no: whether the job may requeue itself
+#   RELAUNCHES            restarts in a row without a sealed shard after which the job gives up
+#   SAVE_SECONDS          time that the ranks get for a checkpoint once they are asked to stop, s
+#   CHAINED               optional; 1: the job follows another job of a chain
+#   STEP_MEMORY           optional; the memory option of job steps
+#   CACHES_IN             optional; folder in which engines keep compiled code
+#   ranks()               function that starts all ranks as one job step, and waits until they end
 
-# --- Environment. Each line may be overridden by the site file or by your shell. ---
+# --- Environment. The site file or your shell may override each exported value. ---
 
-umask 077                                             # a run is its owner's business
+umask 077                                              # only the owner can read a run
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONUNBUFFERED=1
-export PYTHONUTF8=${PYTHONUTF8:-1}                     # else model files are read in the locale's encoding
-export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}            # compute nodes seldom reach the internet; waiting for it costs minutes
+export PYTHONUTF8=${PYTHONUTF8:-1}                     # otherwise Python reads model files in the locale's encoding
+# Compute nodes seldom reach the internet, and attempts to reach it cost minutes.
+export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
-export HDF5_USE_FILE_LOCKING=${HDF5_USE_FILE_LOCKING:-FALSE}   # shards never change once visible; locks fail on some file systems
-export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi}              # its one-sided messages are unused, and cost 1 s
+# Shards need no locks, since they never change once visible. On some file systems locks fail.
+export HDF5_USE_FILE_LOCKING=${HDF5_USE_FILE_LOCKING:-FALSE}
+# Open MPI's transport `ofi` takes 1 s to start, and serves one-sided messages, which this project does not use.
+export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi}
 
-STEP_MEMORY=${STEP_MEMORY---mem=0}                     # so that no step waits for another; empty: no --mem
-export SLURM_EXPORT_ENV=ALL                           # else `sbatch --export=NONE` makes srun pass nothing
-unset ${!SRUN_@} ${!SQUEUE_@} ${!SCANCEL_@}           # options and filters inherited from your shell
+# Each step asks for all memory of its nodes, so that it does not wait for the memory of an earlier step.
+# An empty value leaves the option out.
+STEP_MEMORY=${STEP_MEMORY---mem=0}
+export SLURM_EXPORT_ENV=ALL                            # after `sbatch --export=NONE` srun would pass on nothing
+unset ${!SRUN_@} ${!SQUEUE_@} ${!SCANCEL_@}            # options and filters inherited from your shell
 
-needs() {            # needs KEY NAME…: end the job if a variable that a site key uses is not set
+HERE=${SLURMD_NODENAME:-$HOSTNAME}
+
+# needs KEY NAME…: end the job unless the variables NAME…, which the value of the site key KEY contains, are set.
+needs() {
     local key=$1 name
     for name in "${@:2}"; do
         [ -n "${!name+set}" ] || refuse "$name is not set on $HERE, but the site key $key uses it: set it under setup \
@@ -32,16 +45,17 @@ in the site file, or write out what it stands for"
     done
 }
 
-enter_venv() {       # enter_venv FOLDER: activate a virtual environment
+# enter_venv FOLDER: activate a virtual environment, or end the job if there is none.
+enter_venv() {
     [ -r "$1/bin/activate" ] || refuse "the site key venv leads to $1, which is no virtual environment on $HERE: \
 put it on a file system that the nodes see"
     source "$1/bin/activate"
 }
 
-HERE=${SLURMD_NODENAME:-$HOSTNAME}
-
-place_caches() {     # place_caches NAME: on the node itself; a home may be read-only there, and files go stale on NFS
-    local place=${CACHES_IN:-${TMPDIR:-/tmp}} keeper    # HF_HOME is left alone: it has the models
+# place_caches NAME: let libraries keep what they compile in a folder NAME of the node itself, because a home may
+# be read-only on compute nodes, and NFS may serve outdated files. HF_HOME is not changed: the models are there.
+place_caches() {
+    local place=${CACHES_IN:-${TMPDIR:-/tmp}} keeper
     [ -w "$place" ] || place=/tmp
     export TBA_CACHES=$place/$1 TBA_COMPILED=${RUN:+$RUN/slurm/compiled.tar}
     for keeper in VLLM_CACHE_ROOT TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR FLASHINFER_WORKSPACE_BASE TVM_FFI_CACHE_DIR \
@@ -53,19 +67,22 @@ place_caches() {     # place_caches NAME: on the node itself; a home may be read
 
 # --- Messages, events and decisions ---
 
-# Outside of subshells, output is captured by backticks: bash 5.2 loses a signal that arrives while it parses
-# a $(…), and with it Slurm's request to stop.
+# The shell that receives Slurm's signals captures output with backticks. bash 5.2 loses a signal that arrives
+# while it parses a $(…), and this signal may be Slurm's request to stop. Functions that only run in subshells
+# may use $(…).
 
 say() { printf '[%(%F %T)T job %s restart %s] %s\n' -1 "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$*"; }
 
-event() {            # event NAME ['"KEY": VALUE']: append to the run's events; log_event in events.py has all
+# event NAME ['"KEY": VALUE']: append an event to the run's events. log_event in events.py lists all events.
+event() {
     [ ! -d "${RUN:-}" ] || printf '{"time": %s, "event": "%s", "job": "%s", "restarts": %s%s}\n' "`date +%s.%N`" "$1" \
         "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "${2:+, $2}" >> "$RUN/events.jsonl"
 }
 
 in_json() { tr '\000-\037' ' ' | sed 's/[\\"]/\\&/g; s/ *$//'; }
 
-refuse() {           # refuse SENTENCE: end the job for good, with a sentence about what only the user can fix
+# refuse SENTENCE: end the job for good, because of a problem that only the user can fix. SENTENCE says how.
+refuse() {
     local sentence
     sentence=`in_json <<< "$1"`
     event refused "\"sentence\": \"$sentence\""
@@ -75,7 +92,10 @@ refuse() {           # refuse SENTENCE: end the job for good, with a sentence ab
 
 NEXT='' WITH=() FAILURES=0
 
-ask() {              # ask TURN KEY=VALUE…: set NEXT, the next action, and WITH, its arguments, or end the job
+# ask STAGE KEY=VALUE…: let `tba supervise` decide what to do next. NEXT becomes the action, and WITH its
+# arguments. The action `exit` ends the job, and cancels the rest of its chain. The status is not 0 if there is
+# no answer.
+ask() {
     local answer
     NEXT='' WITH=()
     answer=`"${TBA[@]}" supervise "$1" "$RUN" "stop=$STOP" "failures=$FAILURES" "relaunches=${RELAUNCHES:-3}" \
@@ -83,48 +103,56 @@ ask() {              # ask TURN KEY=VALUE…: set NEXT, the next action, and WIT
     read -r NEXT WITH <<< "${answer##*$'\n'}"
     read -ra WITH <<< "$WITH"
     [ "$NEXT" = exit ] || return 0
-    [ ${#WITH[@]} = 1 ] || scancel "${WITH[@]:1}" 2>/dev/null    # the rest of the chain
+    [ ${#WITH[@]} = 1 ] || scancel "${WITH[@]:1}" 2>/dev/null
     exit "${WITH[0]}"
 }
 
-# --- Being asked to stop ---
-# Slurm sends USR1 to this shell (#SBATCH --signal=B:USR1@…), not to the ranks: it would kill the other commands
-# below. From here on the shell catches the signal and passes it on; the ranks checkpoint at their next safe
-# point and end, or end at once if they are still starting. The trainer also stops by itself, as long before
-# TBA_JOB_END as its longest save has taken.
+# --- A request to stop ---
+# Slurm sends USR1 to this shell alone (#SBATCH --signal=B:USR1@…). Sent to the whole job, it would also kill the
+# other commands of this script. The shell passes the signal on to the ranks, which write a checkpoint at their
+# next safe point and end. Ranks that are still starting end at once. In addition, the trainer stops by itself
+# before TBA_JOB_END, with as much time left as its longest save has taken.
 
+# STOP: 1 once the job is asked to stop. STEP: process id of the ranks' srun. GUARD: process id of repeat_stop.
 STOP=0 STEP='' GUARD=''
 trap 'asked_to_stop' USR1
-[ "${ASKED_EARLY:-0}" = 0 ] || STOP=1    # asked while slurm/tba_*.sbatch was making this script
-trap ':' TERM        # Slurm is ending the job; stay to see the step off
+[ "${ASKED_EARLY:-0}" = 0 ] || STOP=1    # USR1 came before, while slurm/tba_*.sbatch was making this script
+trap ':' TERM        # Slurm is ending the job: stay until the step has ended
 
 asked_to_stop() {
     [ "$STOP" = 1 ] && return
     STOP=1
-    # Requests to elastic searchers are no events of the run.
+    # The run's events do not record requests to the jobs of elastic searchers, which have no trainers.
     [ "${TRAINERS:-0}" = 0 ] || { event signal; touch "${RUN:-}/slurm/asked" 2>/dev/null; }
     say "asked to stop: the ranks have $SAVE_SECONDS s for a checkpoint"
     pass_on
 }
 
-pass_on() {          # srun hands USR1 to every rank of every component
+# Ask the ranks to stop if they have been started and not been asked yet.
+pass_on() {
     [ -n "$STEP" ] && [ -z "$GUARD" ] || return 0
     repeat_stop "$STEP" >/dev/null 2>&1 &
     GUARD=$!
 }
 
-repeat_stop() {           # repeat_stop SRUN: srun may lose a signal that arrives while it starts the ranks
+# repeat_stop SRUN: send USR1 to the process SRUN, which hands it to every rank of every component, until SRUN has
+# ended. The signal is repeated because srun may lose one that arrives while it starts the ranks. After
+# SAVE_SECONDS kill SRUN, because ranks that hang must not prevent the requeue: at its wall time Slurm ends a job
+# for good.
+repeat_stop() {
     local end=$((SECONDS + SAVE_SECONDS))
     while [ $SECONDS -lt $end ]; do kill -USR1 "$1" && sleep 2 || return; done
-    kill -KILL "$1"  # a rank that hangs must not cost the requeue: at the wall time Slurm ends the job for good
+    kill -KILL "$1"
 }
 
-# --- A step ---
+# --- A job step ---
 
-await_step() {       # await_step SRUN [WATCHER…]: wait for the end of a step; return its status
+# await_step SRUN [WATCHER…]: wait until the process SRUN ends, end the WATCHER processes, and return the exit
+# status of SRUN.
+await_step() {
     local code
     STEP=$1
-    [ "$STOP" = 0 ] || pass_on               # asked just now
+    [ "$STOP" = 0 ] || pass_on                            # the request came before STEP was set
     while kill -0 "$1" 2>/dev/null; do wait "$1"; done    # a signal interrupts `wait`
     wait "$1"
     code=$?
@@ -133,9 +161,11 @@ await_step() {       # await_step SRUN [WATCHER…]: wait for the end of a step;
     return $code
 }
 
-await_folder() {     # wait until RUN is visible, if this node has lost it: both `ask` and a requeue need it
+# If this node no longer sees RUN, wait for it, since both `ask` and a requeue need RUN. The wait ends early
+# enough for a requeue within the job's time. After a request to stop it lasts at most two pauses.
+await_folder() {
     local began=$SECONDS most=$ANSWER_SECONDS left
-    if [ -n "${TBA_JOB_END:-}" ]; then       # what follows must fit in the job, too
+    if [ -n "${TBA_JOB_END:-}" ]; then
         left=`date +%s`
         left=$((TBA_JOB_END - left - LEAVE_SECONDS))
         [ $most -le $left ] || most=$left
@@ -146,47 +176,53 @@ await_folder() {     # wait until RUN is visible, if this node has lost it: both
     done
 }
 
-WATCH_SECONDS=60     # pause between two checks of the nodes
-STEP_SECONDS=20      # the same for a step, whose trainers touch their files every ten seconds
+WATCH_SECONDS=60     # pause between two checks of the nodes, s
+STEP_SECONDS=20      # pause between two checks of a step, s; trainers touch their files every ten seconds
 
-draining() {         # print the first of this job's nodes being drained, if the job may continue elsewhere
+# Print the first of this job's nodes that is being drained. Print nothing if the job cannot continue on other
+# nodes, because it neither requeues nor is followed by a job of its chain.
+draining() {
     local nodes=${SLURM_JOB_NODELIST_HET_GROUP_0:-${SLURM_JOB_NODELIST:-}}
     [ "${REQUEUE:-yes}" = yes ] || grep -sxFA 1 "$SLURM_JOB_ID" "$RUN/slurm/chain" | grep -qvxF "$SLURM_JOB_ID" || return 0
     timeout 10 scontrol --oneliner show nodes "$nodes${SLURM_JOB_NODELIST_HET_GROUP_1:+,$SLURM_JOB_NODELIST_HET_GROUP_1}" \
         2>/dev/null | grep -v 'State=[^ ]*DOWN' | sed -n 's/^NodeName=\([^ ]*\) .*State=[^ ]*DRAIN.*/\1/p' | head -n 1
 }
 
-watch_nodes() {      # watch_nodes SRUN: stop in time for a node that is being drained
+# watch_nodes SRUN: while the process SRUN runs, ask this job to stop as soon as one of its nodes is being drained.
+watch_nodes() {
     local node
     while sleep $WATCH_SECONDS && kill -0 "$1" 2>/dev/null; do
         node=$(draining)
         [ -n "$node" ] || continue
-        say "$node is being drained: leaving it"
+        say "$node is being drained: this job leaves it"
         [ "${TRAINERS:-0}" = 0 ] || event draining "\"nodes\": \"$node\""
         kill -USR1 $$
         return
     done
 }
 
-teller_steps() {     # print the number of steps that run no ranks
-    [ "${TBA[0]}" = srun ] && kill -0 "${TELLER:-none}" 2>/dev/null && echo 1 || echo 0
+# Print the number of steps that run no ranks: 1 if the process of run.notify is a step, else 0.
+notifier_steps() {
+    [ "${TBA[0]}" = srun ] && kill -0 "${NOTIFIER:-none}" 2>/dev/null && echo 1 || echo 0
 }
 
-watch_step() {       # watch_step SRUN: end an srun that outlives its step
-    # In a het step under PMIx, srun has one thread per component, and in some versions of Slurm (22.05 among them)
-    # both may wait for the same thread at the end: it then hangs, long after the last rank has ended. Ranks at work
-    # touch their files in RUN/owners; only if no trainer does Slurm is asked. Searchers of other jobs live on.
-    local mark=$RUN/slurm/heard missed=-4 steps    # a step may take two minutes to start
+# watch_step SRUN: kill an srun that hangs although its step has ended.
+# In a het step under PMIx, srun has one thread per component. In some versions of Slurm, such as 22.05, both
+# threads may wait for the same thread at the end. Then srun hangs long after the last rank has ended.
+# Ranks at work touch their files in RUN/owners. Only if no trainer does, Slurm is asked for the job's steps.
+# Searchers do not count, since those of other jobs go on.
+watch_step() {
+    local mark=$RUN/slurm/heard missed=-4 steps    # -4: a step may take two minutes to start
     while touch "$mark" && sleep $STEP_SECONDS && kill -0 "$1" 2>/dev/null; do
         if [ -n "$(find "$RUN/owners" -name 'trainer*' -newer "$mark" -print -quit 2>/dev/null)" ]; then
             missed=0
         elif steps=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null); then
             missed=$((missed + 1))
-            [ "$(grep -cE '\.[0-9]+$' <<< "$steps")" -le "$(teller_steps)" ] || missed=0
+            [ "$(grep -cE '\.[0-9]+$' <<< "$steps")" -le "$(notifier_steps)" ] || missed=0
         fi
         [ $missed -ge 2 ] || continue
         event hung
-        say "srun hangs although its step has ended: ending it"
+        say "srun hangs although its step has ended: killing it"
         kill -KILL "$1"
         return
     done
@@ -194,15 +230,17 @@ watch_step() {       # watch_step SRUN: end an srun that outlives its step
 
 WATCHDOG='' WATCHDOG_HOST=''
 
-watch_leader() {     # in one allocation: keep a watchdog on the second node, which requeues the job if the first is lost
-    # With --no-kill Slurm takes a lost node out of the allocation, and leaves a job without its script on the others.
+# Keep a watchdog on the second node of a job with one allocation. With --no-kill, Slurm takes a lost node out of
+# the allocation. If this is the first node, which runs this script, the other nodes keep a job without a script.
+# The watchdog then requeues the job, or cancels it if it may not requeue.
+watch_leader() {
     local hosts again="scontrol requeue"
     [ "${REQUEUE:-yes}" = yes ] || again=scancel
     hosts=(`allocated`)
     [ "${SLURM_HET_SIZE:-1}" = 1 ] && [ ${#hosts[@]} -gt 1 ] || return 0
     if kill -0 "${WATCHDOG:-none}" 2>/dev/null; then
         [ "$WATCHDOG_HOST" != "${hosts[1]}" ] || return 0
-        kill "$WATCHDOG"     # an srun may outlive its node
+        kill "$WATCHDOG"     # srun may live on after its node is lost
     fi
     srun --no-kill --overlap $STEP_MEMORY --mpi=none --nodes=1 --ntasks=1 --nodelist="${hosts[1]}" bash -c '
         while sleep "$3"; do
@@ -212,8 +250,10 @@ watch_leader() {     # in one allocation: keep a watchdog on the second node, wh
     WATCHDOG=$! WATCHDOG_HOST=${hosts[1]}
 }
 
-drop_orphans() {     # cancel old steps. If a het job's first node is lost, Slurm starts component 0 elsewhere
-    # again, and the other ranks go on although their leader is gone. Their nodes still belong to the job.
+# Cancel steps that are left from before a requeue. If the first node of a het job is lost, Slurm starts component
+# 0 on another node. The ranks of the other components run on without their leader, on nodes that still belong to
+# the job.
+drop_orphans() {
     local group other steps seen end=$((SECONDS + 60))
     for ((group = 1; group < ${SLURM_HET_SIZE:-1}; group++)); do
         other=SLURM_JOB_ID_HET_GROUP_$group seen=''
@@ -228,29 +268,34 @@ drop_orphans() {     # cancel old steps. If a het job's first node is lost, Slur
 
 # --- The job in Slurm ---
 
-# Id of this job alone; SLURM_JOB_ID of the array's last job to start is also the id of the whole array.
+# ME: id of this job alone. In an array, SLURM_JOB_ID is not enough: for the job that starts last it is also the
+# id of the whole array.
 ME=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 ME=${ME:-$SLURM_JOB_ID}
-ANSWER_SECONDS=300   # longest wait for Slurm's controller, which may be moving to another machine
-ANSWER_PAUSE=5
-LEAVE_SECONDS=60     # time that a requeue takes
+ANSWER_SECONDS=300   # longest wait for an answer of Slurm's controller, which may be moving to another machine, s
+ANSWER_PAUSE=5       # pause between two tries, s
+LEAVE_SECONDS=60     # time that a requeue takes at most, s
 
 state() { squeue --noheader --jobs="$ME" --format=%T 2>/dev/null | head -n 1; }
 
-ending() {           # whether Slurm is ending this job; failures are then no fault of ranks or nodes
+# Return whether Slurm is ending this job; if so, failures are no fault of ranks or nodes. If Slurm does not
+# answer, it counts as not ending the job.
+ending() {
     local state
     state=`state`
-    [ "${state:-RUNNING}" != RUNNING ]       # no answer is no end
+    [ "${state:-RUNNING}" != RUNNING ]
 }
 
-job_end() {          # export the end of this allocation, in unix seconds, unless it has no limit
+# Export the end of this allocation as TBA_JOB_END, in unix seconds; unset TBA_JOB_END if there is no time limit.
+job_end() {
     local end
     unset TBA_JOB_END
     end=`TZ=UTC SLURM_TIME_FORMAT=standard squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e | head -n 1`
     [ -z "$end" ] || ! end=`TZ=UTC date +%s -d "$end" 2>/dev/null` || export TBA_JOB_END=$end
 }
 
-refuse_end() {       # exit if Slurm is ending this job: a cancelled job that requeues itself would run again
+# Exit if Slurm is ending this job, since a cancelled job that requeues itself would run again.
+refuse_end() {
     local end=$((SECONDS + ANSWER_SECONDS)) state
     until state=`state`; [ -n "$state" ]; do
         [ $SECONDS -lt $end ] || { say "Slurm does not answer: submit the same run again to resume"; exit 1; }
@@ -261,10 +306,11 @@ refuse_end() {       # exit if Slurm is ending this job: a cancelled job that re
     exit 0
 }
 
-queue_again() {      # put this job back into the queue, and leave
+# Put this job back into the queue, and exit.
+queue_again() {
     local end=$((SECONDS + ANSWER_SECONDS)) said
     say "back to the queue"
-    trap '' TERM     # Slurm ends this shell now; only then can the job start again
+    trap '' TERM     # after a requeue Slurm sends TERM to this shell, which has to finish exclude_sick first
     until said=`scontrol requeue "$ME" 2>&1`; do
         if [ $SECONDS -ge $end ] || [[ ! ${said,,} =~ contact|timed\ out|connect|communicat ]]; then
             say "Slurm refused to requeue: submit the same run again to resume ($said)"
@@ -278,16 +324,18 @@ queue_again() {      # put this job back into the queue, and leave
 
 # --- Nodes ---
 
-allocated() {        # allocated [GROUP]: host names of all components, or of one, as Slurm has them now
+# allocated [GROUP]: print the host names that Slurm now lists for the job, of all components or of one.
+allocated() {
     local job=$SLURM_JOB_ID other=SLURM_JOB_ID_HET_GROUP_${1:-}
     [ -n "${1:-}" ] && job=${!other}
     scontrol show hostnames "$(squeue --noheader --jobs="$job" --format='%i %N' | awk -v g="+${1:-}" \
         'NF == 2 && (g == "+" || index($1, g)) {print $2}' | paste -sd,)"
 }
 
-PROBE_SECONDS=60     # longest wait for the nodes to start a process
+PROBE_SECONDS=60     # longest wait for the nodes to start a process, s
 
-# Prints the name of its node, after "!" if the node does not see RUN, or "?" if it fails the health check.
+# Program of the health check of a node; its $0 is RUN. It prints the name of the node, after "!" if the node does
+# not see RUN, or after "?" if it cannot write to /dev/shm or /tmp or if its GPUs have errors.
 CHECK='
     mark=
     for place in /dev/shm /tmp; do
@@ -297,16 +345,17 @@ CHECK='
     if type -P nvidia-smi > /dev/null; then
         counts=$(timeout 20 nvidia-smi --format=csv,noheader \
             --query-gpu=ecc.errors.uncorrected.volatile.total,remapped_rows.failure)
-        case $? in                             # others: no driver, or this step sees no GPU
+        case $? in
             0) ! grep -qE "(^|, )(Yes|[1-9][0-9]*)(,|$)" <<< "$counts" || mark=? ;;
-            10 | 15 | 124) mark=? ;;           # no interrupts, fallen off the bus, hung
-        esac
+            10 | 15 | 124) mark=? ;;           # no interrupts, a GPU fallen off the bus, a hang
+        esac                                   # other statuses: no driver, or this step sees no GPU
     fi
     [ -r "$0/config.yaml" ] || mark=!
     echo "$mark$SLURMD_NODENAME"'
 
-probe() {            # probe "GROUP" HOST…: print the output of CHECK on each host that starts a process
-    # A single step for all hosts; if one is lost, the output of the others remains.
+# probe "GROUP" HOST…: run CHECK on all hosts in one step, and print its output. A host that does not start a
+# process prints nothing. GROUP: component of a het job, or "".
+probe() {
     local group=()
     [ -n "$1" ] && group=("--het-group=$1")
     shift
@@ -318,11 +367,13 @@ probe() {            # probe "GROUP" HOST…: print the output of CHECK on each 
 
 joined() { (IFS=,; echo "$*"); }
 
-SICK=()              # nodes that have failed their check twice
+SICK=()              # nodes that failed the last check before a start
 
-place() {            # decide whether the ranks may start on the job's nodes
+# Check the job's nodes, and let `tba supervise` decide whether the ranks start on them. Return whether they do. If
+# nodes do not answer or fail, all are checked once more, since a requeue would cost more time than that.
+place() {
     local look het=0 hosts others='' wanted answers found ascending='' answer
-    for look in 0 1; do                      # another place in the queue would cost more than a second look
+    for look in 0 1; do
         if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
             het=1 hosts=`allocated 0` others=`allocated 1`
             answers=`probe 0 $hosts & probe 1 $others; wait`
@@ -342,9 +393,12 @@ place() {            # decide whether the ranks may start on the job's nodes
     [ "$NEXT" = go ]
 }
 
-exclude_sick() {     # exclude SICK from the job's next start; possible once the job is pending again
+# Exclude the nodes in SICK from the job's next start, and no longer exclude those that this function excluded
+# before. Slurm allows that once the job is pending again.
+exclude_sick() {
+    # before, added: by component, the nodes that this function excluded before, and those that it excludes now.
     local job=$ME group name excluded kept before=() added=() lists=() note=$RUN/slurm/excluded-$ME
-    [ ! -r "$note" ] || mapfile -t before < "$note"          # nodes that were added for each component
+    [ ! -r "$note" ] || mapfile -t before < "$note"
     [ -n "${before[*]}${SICK[*]}" ] || return 0
     for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do
         [ "${SLURM_HET_SIZE:-1}" = 1 ] || job=$SLURM_JOB_ID+$group
@@ -362,19 +416,22 @@ exclude_sick() {     # exclude SICK from the job's next start; possible once the
     for group in "${!lists[@]}"; do
         [ "${SLURM_HET_SIZE:-1}" = 1 ] || job=$SLURM_JOB_ID+$group
         scontrol update "JobId=$job" "ExcNodeList=${lists[group]}" \
-            || say "the excluded nodes of job $job could not be changed"
+            || say "Slurm did not change the excluded nodes of job $job"
     done
 }
 
-# --- To the end ---
+# --- The whole job ---
 
-tell() {             # start the process of run.notify, which reports the end of the run when it gets TERM
+# Start the process of run.notify. At the end of this script it gets TERM, and then reports the end of the run.
+start_notifier() {
     "${TBA[@]}" watch "$RUN" --beside </dev/null >> "$RUN/slurm/notify.log" 2>&1 &
-    TELLER=$!
-    trap 'kill $TELLER 2>/dev/null && wait $TELLER' EXIT
+    NOTIFIER=$!
+    trap 'kill $NOTIFIER 2>/dev/null && wait $NOTIFIER' EXIT
 }
 
-refuse_second() {    # two jobs would train a run twice; and in a container `ask begin` cannot ask Slurm about the other
+# End this job if another job is at work on the run, as two jobs would train it twice. `ask begin` checks that too,
+# but it cannot ask Slurm if it runs in a container.
+refuse_second() {
     local owner=''
     [ ! -r "$RUN/slurm/job" ] || read -r owner < "$RUN/slurm/job"
     [ -n "$owner" ] && [ "$owner" != "$SLURM_JOB_ID" ] || return 0
@@ -385,7 +442,8 @@ refuse_second() {    # two jobs would train a run twice; and in a container `ask
     esac
 }
 
-go_once() {          # go_once TURN: run the ranks to their end; return whether to start them again
+# go_once STAGE: start the ranks, wait until they end, and ask STAGE what to do. Return whether to start them again.
+go_once() {
     local code began=$SECONDS watchers
     ranks &
     STEP=$!
@@ -398,23 +456,24 @@ go_once() {          # go_once TURN: run the ranks to their end; return whether 
     ask "$1" "code=$code" "seconds=$((SECONDS - began))" "ending=`[ $code = 0 ] || ! ending || echo 1`"
     [ "$NEXT" = again ] || return
     FAILURES=${WITH[0]}
-    sleep 2 || :         # a signal to all of the job's processes may end it
+    sleep 2 || :         # a signal to all processes of the job may end this sleep
 }
 
-run_to_the_end() {   # start the ranks, again and again, until the run is finished
+# The main function of a run's job: start the ranks, again and again, until the run is finished or the job leaves.
+run_to_the_end() {
     mkdir -p "$RUN/slurm" || exit 2
     scontrol update "JobId=$SLURM_JOB_ID" "Comment=$RUN"
     refuse_second
     job_end
     ask begin "hosts=`allocated`" "chained=${CHAINED:-0}" || exit
     place_caches "${WITH[0]}"
-    [ "${WITH[1]:-}" != tell ] || tell
+    [ "${WITH[1]:-}" != notify ] || start_notifier
     drop_orphans
     while [ "$STOP" = 0 ]; do
         watch_leader
         place || break
         NODES_LEFT=${WITH[0]} SEARCHERS=${WITH[1]}
-        export TBA_ATTEMPT=${WITH[2]}        # other nodes may hold logs/latest of the start before
+        export TBA_ATTEMPT=${WITH[2]}        # on other nodes the link logs/latest may still lead to the last attempt
         job_end
         go_once ended || break
     done
@@ -423,16 +482,18 @@ run_to_the_end() {   # start the ranks, again and again, until the run is finish
     queue_again
 }
 
-# `bash -c "$KEEP" TIMES COMMAND…` runs an elastic searcher, and again after up to TIMES crashes in a row,
-# while its neighbours go on. Slurm signals all processes of a step, including the searcher.
+# Program that runs an elastic searcher: `bash -c "$KEEP" TIMES COMMAND…`. It starts COMMAND again after up to TIMES
+# crashes in a row, while the other searchers of the node go on. Slurm sends a signal to all processes of a step:
+# to this program and to the searcher.
 KEEP='
     trap asked=1 USR1 TERM INT
     while :; do
         began=$SECONDS
         "$@"
         code=$?
-        [ -z "$asked" ] || exit $((code > 128 ? 0 : code))    # killed before it listened, it has left, too
-        case $code in 0 | 2 | 3) exit $code ;; esac            # done, refused, no slot
+        # Status above 128: the signal killed the searcher before it caught signals. It counts as stopped.
+        [ -z "$asked" ] || exit $((code > 128 ? 0 : code))
+        case $code in 0 | 2 | 3) exit $code ;; esac            # finished, refused, no slot
         [ $((SECONDS - began)) -lt 300 ] || failures=0
         [ $((++failures)) -le "$0" ] || exit $code
         echo "searcher $SLURM_PROCID of $SLURM_NTASKS on $SLURMD_NODENAME ended with status $code" \
@@ -441,10 +502,13 @@ KEEP='
         [ -z "$asked" ] || exit 0
     done'
 
-healthy() { [[ `bash -c "$CHECK" "$RUN" 2>/dev/null` != \?* ]] || { say "$HERE fails its check"; false; }; }
+# Return whether this node passes the health check; say so if it does not.
+healthy() { [[ `bash -c "$CHECK" "$RUN" 2>/dev/null` != \?* ]] || { say "$HERE fails the health check"; false; }; }
 
-search_for_a_while() {    # in a job of one node: elastic searchers, until the run is finished
-    unset TBA_ATTEMPT     # that is the name of an attempt of other ranks
+# The main function of a job of elastic searchers, which has one node: run searchers until the run is finished or
+# the job leaves.
+search_for_a_while() {
+    unset TBA_ATTEMPT     # an inherited value would name an attempt of other ranks
     [ -r "$RUN/config.yaml" ] || { say "$HERE does not see $RUN: put it on a file system that all nodes share"; exit 2; }
     mkdir -p "$RUN/slurm"
     healthy || { sleep 5; healthy; } || SICK=("$HERE")
@@ -452,11 +516,11 @@ search_for_a_while() {    # in a job of one node: elastic searchers, until the r
     if [ "$NEXT" = go ]; then
         place_caches "${WITH[0]}"
         while [ "$STOP" = 0 ]; do
-            say "searching for $RUN on $HERE; searchers: $SEARCHERS"
+            say "starting elastic searchers of $RUN on $HERE: $SEARCHERS"
             go_once searched || break
         done
     fi
     refuse_end
-    [ "$REQUEUE" != no ] || { say "stopped, and this site does not requeue"; exit 75; }
+    [ "$REQUEUE" != no ] || { say "stopped; this site does not allow a requeue"; exit 75; }
     queue_again
 }

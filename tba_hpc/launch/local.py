@@ -1,8 +1,8 @@
-"""Starts every role of a run on this machine, waits for the ranks, and says in a sentence why one failed.
+"""Starts all ranks of a run on this machine, waits for them, and says in a sentence why one failed.
 
-One mpiexec starts the ranks of an MPI world (``Config.one_world``); over files each rank is a separate
-process. The launcher forwards signals, shows progress, and leaves no process behind. If ranks fail, it
-restarts all of them from the last checkpoint, as long as each start makes progress.
+One mpiexec starts the ranks of an MPI world (``Config.one_world``). Without MPI each rank is a process that
+the launcher starts itself. The launcher passes on signals, shows progress, and leaves no process behind. If
+ranks fail, it restarts all of them from the last checkpoint, as long as each start makes progress.
 """
 
 from __future__ import annotations
@@ -45,25 +45,26 @@ from tba_hpc.run.signals import die_with, kill_session
 from tba_hpc.run.stacks import late_ranks
 
 RANKS_CHECK_SECONDS = 0.25
-"""Interval of checks of the processes and the metrics, s."""
+"""Pause between two checks of the processes and the metrics, s."""
 
 SEARCHERS_END_SECONDS = 60.0
-"""Seconds that searchers have to leave after the last trainer has left (files transport)."""
+"""Seconds that searchers may run after the last trainer has ended, in a run without MPI."""
 
 FULL_BYTES = 1 << 20
-"""Free bytes below which a full disk counts as the cause of a failure."""
+"""Free space below which a failure is blamed on a full disk, bytes."""
 
 TAIL_LINES = 15
 """Number of lines shown of a failed rank's log."""
 
 ASK_AGAIN_SECONDS = 2.0
-"""Seconds between two stop requests: mpiexec loses one that arrives while it is starting its ranks."""
+"""Pause between two requests to stop, s. Requests are repeated, since mpiexec loses signals while it starts
+ranks."""
 
-SETTLE_SECONDS = 3.0
-"""Seconds that mpiexec may take to start all ranks, or to end by itself once one has failed."""
+UNLOCKED_SECONDS = 3.0
+"""Age from which an unlocked folder of MPI files counts as abandoned, s. A new one is locked at once."""
 
 SHARED_MEMORY, PRIVATE = Path("/dev/shm"), "tba-hpc-world-"
-"""Folder for the files of running MPI worlds, and prefix of the folder of each world."""
+"""Place for the files of MPI worlds, and prefix of the folder in which each world has them."""
 
 RANK_MEMORY = 16 << 20
 """Bytes of shared memory that Open MPI requests at the start of each rank."""
@@ -74,34 +75,36 @@ FILES_OF_MPI = (
     "PRTE_MCA_prte_tmpdir_base",
     "OMPI_MCA_orte_tmpdir_base",  # Open MPI 4
 )
-"""Environment variables that tell Open MPI where to put its files."""
+"""Environment variables with the folders in which Open MPI puts its files."""
 
 ALLOCATION = "SLURM_JOBID"
-"""Variable from which Open MPI infers a Slurm allocation, on whose nodes it then starts ranks."""
+"""Environment variable by which mpiexec recognises a Slurm job. It would start ranks on all nodes of the
+job."""
 
 AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-"""Environment variables that allow Open MPI to run as root."""
+"""Environment variables that let root use Open MPI's mpiexec."""
 
 MPIEXEC = "mpiexec"
-"""Name of the one process that the launcher starts for an MPI world."""
+"""Name of the process that the launcher starts for an MPI world, and of its log."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that ask the run to checkpoint and stop; a second SIGINT kills it."""
+"""Signals that ask the run to write a checkpoint and stop. A SIGINT after one of them kills the run."""
 
 TRACEBACK = "  Traceback (most recent call last)"
-"""First line of a traceback among indented lines."""
+"""Beginning of the first line of a traceback in an indented log."""
 
 Result = TypeVar("Result")
 
 FAILED_RANK = re.compile(r"(?:Process name: \[.*,|process rank |MPI_ABORT was invoked on rank )(\d+)")
-"""Pattern by which Open MPI's mpiexec reports the first rank that failed."""
+"""Pattern of the lines in which Open MPI's mpiexec reports the first rank that failed, with its number."""
 
 
 def find_mpiexec(path: str | None = None, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the mpiexec beside this interpreter, else the first on ``path`` (default: PATH).
+    """Return the path of the mpiexec that belongs to the MPI library of the ranks.
 
-    If ``environment`` names an MPI library, return the mpiexec of that library, else the first on ``path``.
-    Raises LaunchError if there is no mpiexec.
+    It is the mpiexec beside this Python interpreter, or beside the library that ``environment`` names
+    (``mpi_library.VARIABLE``). If that does not exist, it is the first mpiexec on ``path``; None means PATH.
+    Raises LaunchError if there is none.
     """
     library = environment.get(mpi_library.VARIABLE)
     beside = Path(sys.executable).parent / "mpiexec" if library is None else mpi_library.mpiexec_of(library)
@@ -118,16 +121,16 @@ def find_mpiexec(path: str | None = None, environment: Mapping[str, str] = os.en
 
 
 def refuse_other_mpiexec(mpiexec: Path) -> str:
-    """Return the name and version that mpiexec prints. Raises LaunchError unless it is Open MPI's.
+    """Return the name and version that ``mpiexec`` prints. Raises LaunchError unless it is Open MPI's.
 
-    The mpiexec of another library differs in options and in its treatment of signals and ranks.
+    Those of other libraries have other options, and treat signals and failed ranks in other ways.
     """
     around = environment_of(Path(tempfile.gettempdir()))
     command = [str(mpiexec), "--version"]
     said = subprocess.run(command, env=around, capture_output=True, text=True, timeout=60).stdout
     if not re.search(r"Open ?MPI|OpenRTE|PRRTE", said):
         raise LaunchError(
-            f"{mpiexec} is not Open MPI's ({first_words(said)}), and 'tba run' knows no other: unset "
+            f"{mpiexec} is not Open MPI's ({first_words(said)}), and 'tba run' supports no other: unset "
             f"{mpi_library.VARIABLE}, load a module of Open MPI, or set exchange.transport=files (srun "
             "starts any MPI)"
         )
@@ -135,58 +138,69 @@ def refuse_other_mpiexec(mpiexec: Path) -> str:
 
 
 def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the ranks' environment: one machine, one OpenMP thread by default, MPI's files in ``memory``."""
+    """Return the environment of ranks on this machine.
+
+    memory: folder for MPI's files. base: variables to add to; those that the user has set are kept, such as
+    OMP_NUM_THREADS, which is 1 by default.
+    """
     ours = {
         **mpi_library.one_machine(base),
         **dict.fromkeys(FILES_OF_MPI, str(memory)),
         "OMP_NUM_THREADS": "1",
-        "PYTHONUTF8": "1",  # libraries read models' files in the locale's encoding, which may be another
+        "PYTHONUTF8": "1",  # otherwise Python reads model files in the locale's encoding
     }
     root = dict.fromkeys(AS_ROOT, "1") if os.geteuid() == 0 else {}
-    home = {} if base.get("HOME") else {"HOME": _home() or str(memory)}  # Open MPI does not start without one
+    home = {} if base.get("HOME") else {"HOME": _home() or str(memory)}  # Open MPI needs one
     around = {name: value for name, value in base.items() if name != ALLOCATION}
     return {**ours, **around, **root, **home}
 
 
 def _home() -> str:
-    """Return this user's home from the system's user list; empty for an unlisted user, as in containers."""
+    """Return this user's home folder by the system's list of users; "" for a user who is not listed."""
     with suppress(KeyError):
         return pwd.getpwuid(os.getuid()).pw_dir
     return ""
 
 
 def refuse_little_memory(ranks: int) -> None:
-    """Raise LaunchError if shared memory is too full for MPI, whose message would be buried in its log."""
+    """Raise LaunchError if shared memory is too full for so many MPI ranks.
+
+    MPI itself would report this too, but in the middle of its log.
+    """
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else math.inf
     if free < ranks * RANK_MEMORY:
         raise LaunchError(
-            f"{SHARED_MEMORY} has {int(free) >> 20} MiB free, and MPI needs {RANK_MEMORY >> 20} for each of "
-            f"{ranks} ranks: make room (in a container: --shm-size), or set exchange.transport=files"
+            f"{SHARED_MEMORY} has {int(free) >> 20} MiB free, and MPI needs {RANK_MEMORY >> 20} MiB for each "
+            f"of {ranks} ranks: make room (in a container: --shm-size), or set exchange.transport=files"
         )
 
 
 @contextmanager
 def private_memory() -> Iterator[Path]:
-    """Make a folder in shared memory for the files of MPI, which killed ranks leave behind.
+    """Provide a folder in shared memory for MPI's files, and delete it after the block.
 
-    A killed launcher leaves the folder behind; the next launcher of the same user removes it.
+    Ranks that are killed leave such files behind. If the launcher itself is killed, the folder remains until
+    the same user's next launcher deletes it. Each launcher locks its folder, so that no other deletes it.
     """
     place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     for folder in place.glob(f"{PRIVATE}*"):
-        with suppress(OSError):  # another user's folder, or one that another launcher holds
-            if time.time() - folder.lstat().st_mtime > SETTLE_SECONDS:  # a younger one may not be held yet
-                with _held(folder):
+        with suppress(OSError):  # another user's folder, or locked by a running launcher
+            if time.time() - folder.lstat().st_mtime > UNLOCKED_SECONDS:
+                with _locked(folder):
                     shutil.rmtree(folder)
     with (
         tempfile.TemporaryDirectory(prefix=PRIVATE, dir=place, ignore_cleanup_errors=True) as name,
-        _held(Path(name)),
+        _locked(Path(name)),
     ):
         yield Path(name)
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, which the kernel releases however its holder ends. Raises OSError."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder during the block. Raises OSError if another process holds the lock.
+
+    The kernel releases the lock when the process ends, however it ends.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -197,14 +211,17 @@ def _held(folder: Path) -> Iterator[None]:
 
 @dataclass
 class Child:
-    """Process started by the launcher; it leads a session that holds all its descendants."""
+    """A process that the launcher has started, with all its descendants: they are in one session.
+
+    name: "mpiexec", or the name of a rank, such as ``searcher-0003``.
+    """
 
     name: str
     process: subprocess.Popen[bytes]
 
     @property
     def code(self) -> int | None:
-        """Exit status in a shell's form (128 + signal), or None while the process runs."""
+        """Exit status, or None while the process runs. As in a shell, 128 + N stands for signal N."""
         code = self.process.poll()
         return code if code is None or code >= 0 else 128 - code
 
@@ -214,21 +231,26 @@ class Child:
             self.process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
-        """Kill everything in the child's session, including processes that outlived it."""
+        """Kill the process and all its descendants, even if the process itself has ended."""
         kill_session(self.process.pid)
         self.process.wait()
 
 
 @dataclass
 class Ranks:
-    """All processes of an attempt. An MPI world is one process, ``mpiexec``, which counts as a trainer."""
+    """All processes of an attempt. An MPI world is one process, mpiexec, which is listed under ``trainers``.
+
+    Leaving the context kills all of them.
+    """
 
     trainers: list[Child] = field(default_factory=list)
     searchers: list[Child] = field(default_factory=list)
     ranks: int = 0
-    """Number of ranks below mpiexec; 0 without one."""
+    """Number of ranks that mpiexec starts; 0 without MPI."""
     failed: Child | None = None
+    """Process whose failure has ended the run."""
     stopping: bool = False
+    """Whether the ranks have been asked to stop."""
     _left: float | None = None
 
     def __enter__(self) -> Ranks:
@@ -238,7 +260,7 @@ class Ranks:
         self.kill()
 
     def ask_to_stop(self) -> None:
-        """Ask every rank to checkpoint and end at its next safe point."""
+        """Ask every rank to write a checkpoint at its next safe point and end."""
         self.stopping = True
         for child in self.trainers + self.searchers:
             child.ask_to_stop()
@@ -251,9 +273,9 @@ class Ranks:
     def poll(self) -> int | None:
         """Return the exit status of the run, or None while it continues.
 
-        The run ends if a trainer fails, or if the last searcher is lost. It continues without a failed
-        searcher while others live. After a stop request, lost searchers do not end it: those that were still
-        starting end at once, while the trainer has a checkpoint to write.
+        The run ends if a trainer fails, or if all searchers have failed. After a stop request, failed
+        searchers do not end it: searchers that were still starting end at once, while the trainer has a
+        checkpoint to write.
         """
         codes = [child.code for child in self.trainers]
         self.failed = next((child for child in self.trainers if child.code), None) or self._searchers_lost()
@@ -266,9 +288,9 @@ class Ranks:
         return 0 if late or all(child.code is not None for child in self.searchers) else None
 
     def deafen(self) -> bool:
-        """Stop mpiexec from accepting connections; return whether all ranks are connected to it.
+        """Close mpiexec's ports to other machines; return whether all ranks are connected to mpiexec.
 
-        Until all are connected, mpiexec still accepts connections from this machine.
+        Once they are, its ports are also closed to this machine.
         """
         mpiexec, complete = self.trainers[0].process.pid, False
         with suppress(psutil.NoSuchProcess):
@@ -279,24 +301,25 @@ class Ranks:
         return complete
 
     def _searchers_lost(self) -> Child | None:
-        """Return the first searcher once all have failed, or None."""
+        """Return the first searcher if all have failed and the run was not asked to stop; otherwise None."""
         lost = self.searchers and not self.stopping and all(child.code for child in self.searchers)
         return self.searchers[0] if lost else None
 
 
 def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = None) -> dict[str, list[str]]:
-    """Return the command of each process of a run, by name. ``program`` replaces ``python -m tba_hpc``.
+    """Return the command of each process that the launcher starts for a run, by the name of the process.
 
-    An MPI world is one process, mpiexec, whose first ranks train. Raises LaunchError if mpiexec is missing.
+    With MPI that is mpiexec alone, whose first ranks train. program: command that replaces
+    ``python -m tba_hpc``, or None. Raises LaunchError if mpiexec is missing or not Open MPI's.
     """
     trainers, searchers = config.launch.trainers, config.launch.searchers
-    python = [sys.executable, "-P"]  # modules of the working directory come last: runtime.py
+    python = [sys.executable, "-P"]  # -P: runtime.py adds the working directory as the last place for modules
     if config.one_world:
         mpiexec = find_mpiexec()
         if mpi_library.VARIABLE in os.environ:
             refuse_other_mpiexec(mpiexec)
         program = program or [*python, "-m", "mpi4py", "-m", "tba_hpc"]
-        # Without a network card UCX has no one-sided windows, and every rank would log that.
+        # Without a network card UCX offers no one-sided windows, and every rank would log a warning.
         placement = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--mca", "osc", "^ucx"]
         train = ["-n", str(trainers), *program, "train", str(run.path)]
         search = [":", "-n", str(searchers), *program, "search", str(run.path)] if searchers else []
@@ -311,11 +334,16 @@ def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = Non
 
 
 def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path, *, ranks: int) -> Ranks:
-    """Start all ``ranks``, with their output in ``logs`` and MPI's files in ``memory``."""
+    """Start the processes of ``commands``. The caller must end them, by ``with`` or ``kill``.
+
+    logs: folder of the attempt, which gets the output of each process. memory: folder for MPI's files. ranks:
+    number of ranks of the run.
+    """
     environment = {**environment_of(memory), ATTEMPT: logs.name}
     world = Ranks(ranks=ranks if MPIEXEC in commands else 0)
     for name, command in commands.items():
-        # mpiexec ends its ranks on SIGTERM, but would leave them behind on SIGKILL.
+        # The kernel sends this signal if the launcher dies. On SIGTERM mpiexec ends its ranks; on SIGKILL
+        # they would live on.
         orphaned = signal.SIGTERM if name == MPIEXEC else signal.SIGKILL
         with log_file(logs, name).open("ab") as output:
             process = subprocess.Popen(
@@ -334,10 +362,10 @@ def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path,
 
 @dataclass
 class Signals:
-    """Requests that signals have made.
+    """Requests that have arrived as signals.
 
     stop: end the run at its next safe point. kill: end it at once. preempted: the last signal was SIGUSR1 or
-    SIGTERM, and this is a Slurm job.
+    SIGTERM, in a Slurm job, where it means that the job is preempted or out of time.
     """
 
     stop: bool = False
@@ -345,7 +373,7 @@ class Signals:
     preempted: bool = False
 
     def take(self, number: int, _: FrameType | None) -> None:
-        """Record the request of a signal: the first one asks to stop, and a SIGINT after it to kill."""
+        """Handle signal ``number``: the first one asks to stop, and a SIGINT after that to kill."""
         self.kill = self.kill or (self.stop and number == signal.SIGINT)
         self.preempted = "SLURM_JOB_ID" in os.environ and number in (signal.SIGUSR1, signal.SIGTERM)
         self.stop = True
@@ -353,7 +381,10 @@ class Signals:
 
 @contextmanager
 def listening() -> Iterator[Signals]:
-    """Catch stop signals while the block runs. Signals ignored from outside (nohup) stay ignored."""
+    """Record the signals of STOP_SIGNALS during the block.
+
+    Signals that this process ignores from its start, as under nohup, are still ignored.
+    """
     asked = Signals()
     taken = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, asked.take) for number in taken}
@@ -367,10 +398,11 @@ def listening() -> Iterator[Signals]:
 def launch(
     run: RunDir, config: Config, *, program: Sequence[str] | None = None, console: Console | None = None
 ) -> int:
-    """Run all roles to the end; return the exit status, one of ``Exit``, or 130 if killed on request.
+    """Run all ranks until the run ends; return its exit status, one of ``Exit``, or 130 if it was killed.
 
-    If ranks fail, all restart, as long as each start takes optimizer steps beyond the start before. Call it
-    in the main thread only. Raises LaunchError if the run cannot be started.
+    If ranks fail, all are restarted, as long as each start takes more optimizer steps than the one before.
+    Only the main thread may call this. program: as for ``commands``. Raises LaunchError if the run cannot be
+    started.
     """
     console = console or Terminal()
     processes = commands(run, config, program=program)
@@ -413,10 +445,10 @@ def _attempt(
         _say(console, f"killed; to resume from the last checkpoint: {again}")
         return code
     if asked.stop and not at_work(logs):
-        _say(console, "stopped before all ranks were up: nothing was trained, nothing is lost")
+        _say(console, "stopped before all ranks had started: nothing was trained, nothing is lost")
         log_event(run, "stopped")
         return 0
-    # mpiexec does not count ranks that were killed.
+    # mpiexec returns 0 even if ranks were killed. Only a new summary shows that the leader came to its end.
     if code == 0 and (run.finished or _stamp(run.summary) not in (None, before)):
         log_event(run, "finished" if run.finished else "stopped")
         return code
@@ -424,15 +456,15 @@ def _attempt(
 
 
 class LaunchDisplay(LiveDisplay):
-    """Display of a launcher. An error in it costs a line of output, never the training."""
+    """Live display of a launcher. Its errors do not end the run: the first one is printed."""
 
     def refresh(self) -> None:
-        """Refresh the display, and ignore its errors."""
+        """Refresh the display."""
         with without_fail():
             super().refresh()
 
     def note(self, text: str) -> None:
-        """Show a note, and ignore errors of the display."""
+        """Show a note."""
         with without_fail():
             super().note(text)
 
@@ -447,9 +479,9 @@ def _say(console: Console, text: str, style: str = "") -> None:
 
 
 def _once_possible(run: RunDir, config: Config, asked: Signals, do: Callable[[], Result]) -> Result:
-    """Call ``do``, which needs the run's folder, and retry while that is unavailable.
+    """Return the result of ``do``, which needs the run's folder; try again while it raises OSError.
 
-    Raises LaunchError after ``launch.disk_seconds``, or if the run is to be killed.
+    Raises LaunchError after ``launch.disk_seconds``, or once the user has asked to kill the run.
     """
     began = time.monotonic()
     while True:
@@ -466,17 +498,17 @@ def _once_possible(run: RunDir, config: Config, asked: Signals, do: Callable[[],
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that differs after every change of a file, even if clocks are wrong; None if missing."""
+    """Return a value that differs after each change of a file, even if clocks are wrong; None for no file."""
     status = path.stat() if path.exists() else None
     return status and (status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config) -> int:
-    """Print why the ranks ended with ``code``; return the exit status of the run."""
+    """Print why the ranks ended with status ``code``; return the exit status of the run."""
     refused = refusal(logs)
     text = refused or first_note(logs, "failed") or failure(logs, world, code, config.launch.trainers)
     for rank, frames in [] if refused else late_ranks(logs):
-        where = f"{rank} came to no safe point for long; where it was, innermost call first:"
+        where = f"{rank} reached no safe point in time; its calls then, innermost first:"
         text = "\n".join([text, where, *frames])
     _say(Terminal(stderr=True), text, "red")
     if refused:
@@ -489,7 +521,10 @@ def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config) -
 
 
 def _watch(run: RunDir, world: Ranks, asked: Signals, display: LiveDisplay) -> int:
-    """Wait for the end of the run. Repeat a stop request until the ranks have ended; obey a kill request."""
+    """Wait until the run ends; return its exit status. Pass on the user's requests to stop or to kill it.
+
+    A request to stop is repeated until the ranks have ended.
+    """
     asked_at, open_to_others = -math.inf, world.ranks > 0
     while (code := world.poll()) is None:
         if asked.kill:
@@ -508,9 +543,9 @@ def _watch(run: RunDir, world: Ranks, asked: Signals, display: LiveDisplay) -> i
 
 
 def refusal(logs: Path) -> str | None:
-    """Return the first sentence about a failure that only the user can fix, or None."""
+    """Return a sentence about a failure that only the user can fix, or None. logs: folder of the attempt."""
     free = shutil.disk_usage(logs).free
-    full = (  # said if no rank could write a note
+    full = (  # on a full disk no rank can write a note
         f"the file system of {logs} is full ({free} bytes free): free space or raise the quota, then start "
         "the same run again; nothing sealed is lost"
     )
@@ -518,7 +553,7 @@ def refusal(logs: Path) -> str | None:
 
 
 def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:
-    """Describe a failure for which ``refusal`` has no sentence: the rank, how it failed, its log's end."""
+    """Return a description of any other failure: the rank, how it ended, and the last lines of its log."""
     name = _failed_rank(log_file(logs, MPIEXEC), trainers) or (world.failed.name if world.failed else MPIEXEC)
     how = f"failed with exit status {code}"
     if code == 0:
@@ -529,7 +564,7 @@ def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:
     log = log if log.exists() else log_file(logs, MPIEXEC)
     lines, what = _lines(log), "the end of"
     if code == Exit.FAILED and (end := _exception(lines)) <= len(lines) - TAIL_LINES:
-        lines, what = lines[:end], "its exception in"  # other processes of the rank wrote more after it
+        lines, what = lines[:end], "its exception in"  # child processes of the rank wrote the rest
     return "\n".join([f"{name} {how}; {what} {log}:", *lines[-TAIL_LINES:]])
 
 
@@ -549,7 +584,7 @@ def _lines(log: Path) -> list[str]:
 
 
 def _exception(lines: Sequence[str]) -> int:
-    """Return the index after the last exception with a traceback; the number of lines if there is none."""
+    """Return the index after the last traceback with its exception; the number of lines if there is none."""
     begins = [place for place, line in enumerate(lines) if line.startswith(TRACEBACK)]
     after = range(begins[-1] + 1 if begins else len(lines), len(lines))
     return next((place + 1 for place in after if not lines[place].startswith("   ")), len(lines))

@@ -1,7 +1,7 @@
-"""Choice of the MPI library that ranks load: the wheel's beside Python, the site's, or a named one.
+"""Chooses the MPI library that ranks load: the one that pip installed, the cluster's, or a given file.
 
-mpi4py's wheel chooses the library when it is imported. It reads an environment variable, which must be set
-before Python starts. ``checks/library.py`` finds out which library was loaded.
+mpi4py loads the library when it is imported, and an environment variable tells it which. The variable must be
+set before Python starts. ``checks/library.py`` finds out which library was loaded.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ from pathlib import Path
 from tba_hpc.launch import ONE_MACHINE
 
 VARIABLE = "MPI4PY_LIBMPI"
-"""Environment variable that mpi4py 4.1 reads (``mpi4py/_mpiabi.py``). A path: that file, or libmpi in that
-folder. Empty: libmpi as the system's loader finds it, by the LD_LIBRARY_PATH that modules set. Unset: libmpi
-beside Python, or else as the loader finds it."""
+"""Environment variable with which mpi4py 4.1 chooses the library (``mpi4py/_mpiabi.py``).
+
+A path names a file, or a folder that contains libmpi. If the variable is empty, the system's loader finds
+libmpi, for example through the LD_LIBRARY_PATH that modules set. If it is unset, mpi4py loads the libmpi of
+this Python environment, or if there is none, the one that the loader finds."""
 
 WHEEL, SITE = "wheel", "site"
-"""Values of the site key ``mpi_library`` that are not paths."""
+"""Values of the site key ``mpi_library`` other than paths: the library that pip installed, and the
+cluster's."""
 
 NO_NETWORK = {**ONE_MACHINE, "OMPI_MCA_btl": "^tcp,ofi,uct,openib,usnic"}
-"""Like ONE_MACHINE, for any Open MPI: release 4 calls shared memory ``vader`` and refuses ``sm``."""
+"""Variables with the effect of ONE_MACHINE for Open MPI 4, too, whose shared memory has another name than
+``sm``."""
 
 
 def variables(choice: str) -> dict[str, str]:
-    """Return the environment in which mpi4py loads the library named by the site key ``mpi_library``."""
+    """Return environment variables with which mpi4py loads ``choice``, a value of the key ``mpi_library``."""
     return {} if choice == WHEEL else {VARIABLE: "" if choice == SITE else choice}
 
 
@@ -34,10 +38,10 @@ def one_machine(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def mpiexec_of(library: str) -> Path | None:
-    """Return the mpiexec of a library, given as a value of VARIABLE; None if the loader must find it.
+    """Return the path at which the mpiexec of a library should be; None if only the loader finds the library.
 
-    Relative paths are not used: they would lead to a program in the working directory, which may be
-    anybody's.
+    library: a value of VARIABLE. Relative paths give None, since they would lead to a program in the working
+    directory, which may be another user's.
     """
     path = Path(library)
     if not path.is_absolute():

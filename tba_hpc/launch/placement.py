@@ -1,4 +1,4 @@
-"""Place of a rank: its number within the role, its GPUs, and its MPI world if there is one."""
+"""Placement of a rank: its index within its role, its GPUs, and its MPI world if the run uses MPI."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ if TYPE_CHECKING:
 
 
 def refuse_index(config: Config, role: Role, index: int | None) -> None:
-    """Raise ConfigError if the role has no rank of this number. None: MPI numbers the ranks."""
+    """Raise ConfigError if ``index`` is not the index of a rank of this role. None is always accepted."""
     ranks = config.launch.trainers if role == "trainer" else config.launch.searchers
     if index is not None and not 0 <= index < ranks:
         raise ConfigError(
-            f"--index {index} is no {role} of this run, which has launch.{role}s={ranks}: they are numbered "
-            f"from 0 to {ranks - 1}"
+            f"--index {index} is no {role} of this run, which has launch.{role}s={ranks}: use an index from "
+            f"0 to {ranks - 1}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A rank's place. index: within its role. first_gpu, gpus: its GPUs on the node. mpi: None over files."""
+    """Placement of a rank.
+
+    index: number of the rank within its role, from 0. first_gpu: number of its first GPU among those of the
+    node. gpus: how many GPUs it uses. mpi: its MPI world, or None if the run exchanges files.
+    """
 
     index: int
     first_gpu: int
@@ -36,15 +40,16 @@ class Placement:
 
     @classmethod
     def join(cls, config: Config, role: Role, index: int | None) -> Placement:
-        """Join the MPI world; over files, take number ``index``, or the one that srun gives.
+        """Join the MPI world and return this rank's placement in it.
 
-        Raises ConfigError or ExchangeError.
+        Over files there is no world. The index is then ``index``, or if that is None, follows from srun's
+        variables. Raises ConfigError if srun gives no index, and ExchangeError if ranks are missing.
         """
         gpus = config.generator.tensor_parallel if role == "searcher" else 1
         if not config.one_world:
             if index is None:
                 return cls._of_step(config, role, gpus)
-            trainers = 0 if role == "trainer" else config.launch.trainers  # on one machine they come first
+            trainers = 0 if role == "trainer" else config.launch.trainers  # these have the first GPUs
             return cls(index, trainers + index * gpus, gpus, None)
         from tba_hpc.exchange.mpi_world import MpiWorld
 
@@ -61,41 +66,46 @@ class Placement:
 
     @classmethod
     def _of_step(cls, config: Config, role: Role, gpus: int) -> Placement:
-        """Derive the placement from srun's numbers of a step's ranks, over both roles. Raises ConfigError.
+        """Derive the placement from the numbers that srun gives to the ranks of a step, over both roles.
 
-        Trainers come first, unless the environment says that searchers do.
+        Trainers have the first numbers, or the last if the variable SEARCHERS_FIRST is set. Raises
+        ConfigError if srun has not started this rank, or its number belongs to the other role.
         """
         if "SLURM_PROCID" not in os.environ:
             raise ConfigError(
-                "ranks over files (exchange.transport=files, or launch.searchers=0) have no MPI to number "
-                "them: give --index, or start them by srun"
+                "without MPI (exchange.transport=files, or launch.searchers=0) a rank must be told its "
+                "number: give --index, or start it with srun"
             )
         rank, local = (int(os.environ[name]) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
         trainers, searchers = config.launch.trainers, config.launch.searchers
-        apart = os.environ.get(SEARCHERS_FIRST) == "1"  # components of a job, which share no node
+        apart = os.environ.get(SEARCHERS_FIRST) == "1"  # in a het job, the roles share no node
         first = {"trainer": searchers if apart else 0, "searcher": 0 if apart else trainers}
         index = rank - first[role]
         if not 0 <= index < (trainers if role == "trainer" else searchers):
             raise ConfigError(
-                f"rank {rank} of this Slurm step is no {role}: of a run with launch.trainers={trainers} and "
-                f"launch.searchers={searchers} the {'last' if apart else 'first'} {trainers} train; start "
-                f"{trainers + searchers} ranks"
+                f"rank {rank} of this Slurm step is no {role}: in a run with launch.trainers={trainers} and "
+                f"launch.searchers={searchers}, the {'last' if apart else 'first'} {trainers} ranks train; "
+                f"start {trainers + searchers} ranks"
             )
         if apart:
             return cls(index, local * gpus, gpus, None)
-        beside = min(local, max(0, trainers - (rank - local)))  # trainers on this node, which come first
+        beside = min(local, max(0, trainers - (rank - local)))  # number of trainers on this node
         return cls(index, beside + (local - beside) * gpus, gpus, None)
 
     @classmethod
     def alone(cls, config: Config, index: int) -> Placement:
-        """Place the elastic searcher ``index``; its GPUs follow those of earlier ranks of its Slurm step."""
+        """Return the placement of elastic searcher ``index``.
+
+        Its GPUs follow those of the ranks with lower numbers in the same Slurm step on this node.
+        """
         gpus = config.generator.tensor_parallel
         return cls(index, int(os.environ.get("SLURM_LOCALID", "0")) * gpus, gpus, None)
 
     def choose_gpus(self) -> None:
-        """Restrict this rank to its own GPUs, unless a launcher has done so already.
+        """Restrict this process to the rank's own GPUs, unless its launcher has done so.
 
-        Raises ConfigError if CUDA has already opened all GPUs and this rank's is not the first.
+        Call it before CUDA starts. Raises ConfigError if CUDA has already started and the rank's GPU is not
+        the first one.
         """
         if not _has_gpus():
             return
@@ -105,15 +115,16 @@ class Placement:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
             mine = [visible[(self.first_gpu + number) % count] for number in range(self.gpus)]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-            # CUDA reads that once. If a GPU-aware MPI has started CUDA before, our GPU must be the first.
+            # CUDA reads the variable once, when it starts. A GPU-aware MPI may have started it before; then
+            # this process uses the first GPU, whatever the variable says.
             if self.first_gpu % count and torch._C._cuda_getDeviceCount() != self.gpus:
                 raise ConfigError(
-                    f"this rank was to compute on GPU {','.join(mine)} alone, but all {count} were opened "
-                    "before (by a GPU-aware MPI library, or because NVML is missing): have the launcher give "
-                    f"each rank its own, with --gpus-per-task={self.gpus} in the site key srun_arguments"
+                    f"this rank should use only GPU {','.join(mine)}, but CUDA has already opened all "
+                    f"{count} (for a GPU-aware MPI library, or because NVML is missing): let srun give each "
+                    f"rank its own GPUs, with --gpus-per-task={self.gpus} in the site key srun_arguments"
                 )
 
 
 def _has_gpus() -> bool:
-    """Return whether the kernel shows an NVIDIA GPU, without importing torch."""
+    """Return whether this machine has an NVIDIA GPU, by its device files; this needs no torch."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()

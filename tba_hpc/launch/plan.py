@@ -1,6 +1,7 @@
-"""Plan of a job: reads a site's YAML and splits the job's nodes into trainers and searchers.
+"""Plan of a Slurm job: how many of its nodes and ranks train, and how many search. Also the site files.
 
-This module is pure: it neither calls Slurm nor writes files. ``sbatch.py`` turns a Plan into a batch script.
+A site file describes a Slurm cluster in YAML. ``sbatch.py`` turns a Plan into a batch script. This module
+neither calls Slurm nor writes files.
 """
 
 from __future__ import annotations
@@ -20,158 +21,162 @@ from tba_hpc.core.types import Role
 from tba_hpc.core.wording import count
 
 Form = Literal["het", "homogeneous"]
+"""Form of a job: a het job, in which each component has one role, or one allocation for both roles."""
 
 Runtime = Literal["apptainer", "singularity", "podman-hpc", "shifter", "pyxis", "plain"]
 
 COUNTED = re.compile(r"--(gres|gpus)\b|-G\b")
-"""Options in which Slurm expects a number of GPUs, by default 1."""
+"""Pattern of options that request a number of GPUs, by default 1."""
 
 NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
-"""Pattern of ``$NAME`` or ``${NAME}``; ``${NAME:-default}`` needs no variable."""
-
+"""Pattern of ``$NAME`` and ``${NAME}``. ``${NAME:-default}`` does not match, since NAME may be unset."""
 
 REQUEUE_SECONDS = 30
-"""Seconds reserved between signal and end of the job for the requeue itself."""
+"""Seconds before the end of a job that are reserved for its requeue."""
 
 EARLY_SIGNAL_SECONDS = 60
-"""Seconds by which Slurm may send the signal earlier than requested."""
+"""Seconds by which Slurm may ask for a checkpoint earlier than requested."""
 
 
 class Container(Section):
-    """Container in which programs start if modules and a virtual environment are not enough.
+    """Container in which all programs of this project run, for clusters without a suitable environment.
 
-    All programs of this project run inside: ranks, and those that the batch script calls. ``scontrol``,
-    ``squeue`` and ``srun`` stay outside. ``$NAME`` is expanded on the first node.
+    These are the ranks, and the commands ``tba`` in the batch script. The batch script itself, ``scontrol``,
+    ``squeue`` and ``srun`` run outside. ``$NAME`` in a value is expanded on the first node.
     """
 
     runtime: Runtime = "apptainer"
-    """Runtime that starts a program inside: a command before it, options of srun (``pyxis``), or any words
-    in ``arguments`` (``plain``)."""
+    """Runtime that starts programs in the container. ``pyxis`` adds options to srun. ``plain`` puts the words
+    of ``arguments`` before each command. The others put their own command before it."""
     image: str | None = Field(None, min_length=1)
-    """Path of the image, readable on every node, or its name if the runtime knows images by name. Not with
-    ``plain``."""
+    """Path of the image, which every node must be able to read, or its name if the runtime knows images by
+    name. Not with ``plain``."""
     binds: tuple[str, ...] = ()
-    """``SOURCE:TARGET`` folders to mount inside, for models and data. The run directory is mounted without
-    being named, except with ``plain``, and with ``shifter``, which mounts what its administrators chose."""
+    """Folders to mount in the container, for models and data: ``SOURCE:TARGET``, or ``SOURCE`` alone (not
+    with ``shifter``) to keep its path. The run directory is always mounted, except with ``plain``, and with
+    ``shifter``, which mounts what its administrators chose."""
     arguments: tuple[str, ...] | None = None
-    """Further arguments of the runtime. None: those that bring in NVIDIA's driver on nodes with GPUs:
-    ``--nv`` (on AMD's GPUs, write ``--rocm``), ``--gpu`` (podman-hpc), ``--module=gpu`` (shifter)."""
+    """Further arguments of the runtime. null: on nodes with GPUs, the ones that make NVIDIA's driver
+    available in the container, ``--nv``, ``--gpu`` (podman-hpc) or ``--module=gpu`` (shifter). For AMD's GPUs
+    write ``--rocm``."""
 
     @model_validator(mode="after")
     def _possible(self) -> Container:
         if self.runtime == "plain" and (self.image or self.binds or not self.arguments):
             raise ValueError(
-                "container.runtime=plain puts the words of container.arguments before each command and knows "
-                "nothing else: set arguments, and write image and binds among them"
+                "container.runtime=plain only puts the words of container.arguments before each command: set "
+                "container.arguments, and write the image and the binds there"
             )
         if self.runtime != "plain" and not self.image:
-            raise ValueError(f"container.runtime={self.runtime} has nothing to start: set container.image")
+            raise ValueError(f"container.runtime={self.runtime} needs an image: set container.image")
         return self
 
 
 class ComponentSite(Section):
-    """Requests of one component that differ from the site's; null: the site's value."""
+    """Requests for the nodes of one role that differ from the site's. null: the site's value."""
 
     partition: str | None = None
-    """Partition of the component."""
+    """Partition (queue)."""
     qos: str | None = None
-    """Quality of service of the component."""
+    """Quality of service."""
     constraint: str | None = None
-    """Node features of the component."""
+    """Node features (``sbatch --constraint``)."""
     memory: str | None = None
-    """Memory per node of the component (``sbatch --mem``)."""
+    """Memory per node (``sbatch --mem``)."""
     memory_per_cpu: str | None = None
-    """Memory per core of the component."""
+    """Memory per core (``sbatch --mem-per-cpu``)."""
     gpu_request: str | None = None
-    """Option that requests GPUs for the component."""
+    """Option that requests GPUs."""
 
 
 class Site(Section):
-    """Settings of a Slurm cluster. There is one file in ``slurm/sites`` per cluster."""
+    """Settings of a Slurm cluster. Each file in ``slurm/sites`` describes a cluster."""
 
     partition: str | None = None
     """Partition (queue); null: the cluster's default."""
     account: str | None = None
-    """Account (project) to charge; null: yours."""
+    """Account (project) to charge; null: your default account."""
     qos: str | None = None
-    """Quality of service; null: the default."""
+    """Quality of service; null: the cluster's default."""
     constraint: str | None = None
     """Node features (``sbatch --constraint``)."""
     gpus_per_node: int = Field(4, ge=0)
-    """GPUs per node; the job takes all of them. 0: a CPU cluster."""
+    """GPUs per node. A job uses all GPUs of its nodes. 0: a cluster without GPUs."""
     ranks_per_node: int = Field(2, ge=1)
-    """Ranks per node of a CPU cluster."""
+    """Ranks per node on a cluster without GPUs."""
     gpu_request: str | None = "--gres=gpu:{gpus}"
-    """Option that requests GPUs, such as ``--gres=gpu:a100:{gpus}`` or ``--gpus-per-node={gpus}``; ``{gpus}``
-    is gpus_per_node. null: nodes come with their GPUs."""
+    """Option that requests GPUs, such as ``--gres=gpu:a100:{gpus}`` or ``--gpus-per-node={gpus}``, where
+    ``{gpus}`` stands for gpus_per_node. null: jobs get all GPUs of their nodes without requesting them."""
     cpus_per_node: int = Field(8, ge=1)
-    """CPU cores the job takes per node, split evenly among ranks."""
+    """CPU cores that a job requests per node. The ranks of a node share them equally."""
     memory: str | None = "0"
-    """Memory per node (``sbatch --mem``); 0: all. null: the cluster's default, also for steps."""
+    """Memory per node (``sbatch --mem``). 0: all memory. null: the cluster's default, also for job steps."""
     memory_per_cpu: str | None = None
     """Memory per core, instead of ``memory`` (``sbatch --mem-per-cpu``)."""
     exclusive: bool = False
-    """Request whole nodes."""
+    """Request whole nodes (``sbatch --exclusive``)."""
     time: str = Field("24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")
-    """Wall time of a job; a run that needs more requeues itself."""
+    """Wall time of a job. The job of a run that needs more time requeues itself."""
     signal_seconds: int = Field(300, ge=2 * REQUEUE_SECONDS)
-    """Seconds before the end of the wall time at which the run is asked to checkpoint; 30 of them are
-    reserved for the requeue. Slurm may ask 60 s earlier."""
+    """Seconds before the end of the wall time at which the run is asked to checkpoint. The last 30 s are
+    reserved for the requeue. Slurm may ask up to 60 s earlier."""
     requeue: bool = True
-    """Let jobs requeue themselves; if false, submit again to resume."""
+    """Whether jobs may requeue themselves. If false, submit the run again to resume it."""
     hetjob: bool = True
-    """Use heterogeneous jobs; if false, one allocation holds both roles."""
+    """Whether to use heterogeneous jobs, with separate nodes for each role. If false, one allocation holds
+    both roles."""
     mpi: str | None = Field("pmix", pattern=r"^\w+$")
-    """``srun --mpi=``: pmix (also pmix_v5, pspmix) for Open MPI, pmi2 for MPICH, cray_shasta for Cray MPICH.
-    null: the cluster's default."""
+    """Plugin with which srun starts MPI (``srun --mpi``): pmix (or pmix_v5, pspmix) for Open MPI, pmi2 for
+    MPICH, cray_shasta for Cray MPICH. null: the cluster's default."""
     mpi_library: str = Field("wheel", pattern=r"^(wheel|site|[/$].+)$")
-    """The MPI library of the ranks: ``wheel`` (pip's Open MPI), ``site`` (the libmpi found on the nodes, as
-    by ``modules``), or a path, which may contain ``$NAME``."""
+    """MPI library that ranks load: ``wheel`` (the Open MPI that pip installed), ``site`` (the libmpi that the
+    nodes find, for example through ``modules``), or the path of a library, which may contain ``$NAME``."""
     srun_arguments: tuple[str, ...] = ()
-    """Additional arguments for the ranks' srun."""
+    """Additional arguments of the srun that starts the ranks."""
     sbatch_options: tuple[str, ...] = ()
-    """Additional ``#SBATCH`` options of every component, such as ``--exclude=node13``."""
+    """Additional options of sbatch for the nodes of both roles, such as ``--exclude=node13``."""
     network_interface: str | None = None
-    """Interface of the fast network, such as ib0 or hsn0, for MPI's TCP, gloo and NCCL. null: gloo and NCCL
-    choose one. MPI's TCP then listens on all interfaces, or on none in a job of one node."""
+    """Interface of the fast network, such as ib0 or hsn0, for NCCL, gloo and the TCP of Open MPI. null: NCCL
+    and gloo choose one. Open MPI then listens on all interfaces, or on none in a job of one node."""
     setup: tuple[str, ...] = ()
-    """Shell lines that run first on the first node, such as ``module use /my/modules`` or ``source
-    /opt/conda/etc/profile.d/conda.sh``; their exports reach all ranks."""
+    """Shell lines that the batch script runs first, such as ``module use /my/modules`` or ``source
+    /opt/conda/etc/profile.d/conda.sh``. All ranks get the variables that these lines export."""
     modules: tuple[str, ...] = ()
     """Environment modules to load, in order."""
     venv: str | None = None
-    """Virtual environment on the nodes; may contain ``$NAME``. null: the Python that submits."""
+    """Virtual environment that all nodes see. The path may contain ``$NAME``. null: the Python that submits
+    the job."""
     container: Container | None = None
-    """Container for all programs; null: none."""
+    """Container in which all programs run; null: none."""
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = Field(
         default_factory=dict
     )
-    """Environment variables of the job. ``$NAME`` in a value is expanded on the first node, where it must be
-    set (else write ``${NAME:-}``)."""
+    """Environment variables of the job. ``$NAME`` in a value is expanded on the first node, where the
+    variable must be set. Write ``${NAME:-}`` if it may be unset."""
     relaunches: int = Field(3, ge=0)
     """Restarts in a row without a sealed shard after which the job gives up."""
     trainer: ComponentSite = ComponentSite()
-    """Overrides for trainer nodes; with one allocation, for all nodes."""
+    """Requests for trainer nodes, or for all nodes if one allocation holds both roles."""
     searcher: ComponentSite = ComponentSite()
-    """Overrides for searcher nodes (het jobs)."""
+    """Requests for searcher nodes of het jobs, and for elastic searchers."""
 
     @property
     def seconds(self) -> float:
-        """Wall time of the job until it ends or is requeued, s."""
+        """Wall time of the job, s."""
         return slurm_seconds(self.time)
 
     @property
     def python(self) -> list[str]:
-        """Command of the nodes' Python: the one that submits, unless the site has its own."""
+        """Command of the Python that jobs use: that of the site's venv or container, else of this process."""
         return [sys.executable] if self.venv is None and self.container is None else ["python"]
 
     @property
     def mpi_option(self) -> list[str]:
-        """Option of srun that names the MPI plugin; empty if none is named."""
+        """Option of srun that names the MPI plugin; empty if the site names none."""
         return [f"--mpi={self.mpi}"] if self.mpi else []
 
     def memory_option(self, own: ComponentSite) -> list[str]:
-        """Return the option with which a component requests memory; empty if it requests none."""
+        """Return the sbatch option that requests memory for a role with requests ``own``; empty for none."""
         for part in (own, self):
             if part.memory_per_cpu:
                 return [f"--mem-per-cpu={part.memory_per_cpu}"]
@@ -180,13 +185,13 @@ class Site(Section):
         return []
 
     def gpu_option(self, own: ComponentSite) -> list[str]:
-        """Return the option with which a component requests GPUs; empty if it requests none."""
+        """Return the sbatch option that requests GPUs for a role with requests ``own``; empty for none."""
         request = own.gpu_request or self.gpu_request
         return [request.format(gpus=self.gpus_per_node)] if request and self.gpus_per_node else []
 
     @property
     def unused(self) -> list[str]:
-        """Searcher settings that one allocation cannot honour, such as ``searcher.qos=low``."""
+        """Requests for searcher nodes that are ignored in one allocation, such as ``searcher.qos=low``."""
         names = ComponentSite.model_fields
         ours = {name: getattr(self.trainer, name) or getattr(self, name) for name in names}
         theirs = self.searcher.model_dump(exclude_none=True)
@@ -194,7 +199,7 @@ class Site(Section):
 
     @property
     def variables(self) -> dict[str, list[str]]:
-        """Site keys whose values contain ``$NAME``, with the names; each must be set where the job starts."""
+        """Names of the variables in the values of site keys, by key. The first node must have all of them."""
         values = {f"environment.{key}": value for key, value in self.environment.items()}
         values |= {"venv": self.venv or "", "mpi_library": self.mpi_library}
         if box := self.container:
@@ -204,7 +209,7 @@ class Site(Section):
 
     @property
     def seconds_to_train(self) -> float:
-        """Wall time of the job before it may be asked to checkpoint, s."""
+        """Wall time of the job before the earliest moment at which it may be asked to checkpoint, s."""
         return self.seconds - self.signal_seconds - EARLY_SIGNAL_SECONDS
 
     @field_validator("time", mode="before")
@@ -217,20 +222,21 @@ class Site(Section):
     @model_validator(mode="after")
     def _possible(self) -> Site:
         if self.mpi == "cray_shasta" and self.hetjob:
-            raise ValueError("mpi: cray_shasta knows no het jobs: set hetjob: false")
+            raise ValueError("mpi: cray_shasta does not support het jobs: set hetjob: false")
         if self.seconds_to_train <= 0:
             raise ValueError(
-                f"signal_seconds={self.signal_seconds} leaves nothing of time={self.time} to train in, since "
-                f"Slurm may ask {EARLY_SIGNAL_SECONDS} s earlier: ask for more time, or reserve less of it"
+                f"signal_seconds={self.signal_seconds} leaves no time to train in a job of time={self.time}, "
+                f"since Slurm may ask for a checkpoint {EARLY_SIGNAL_SECONDS} s earlier: raise time, or "
+                "lower signal_seconds"
             )
         if self.container and self.venv:
             raise ValueError(
-                "container and venv exclude each other: activate nothing inside an image, drop venv"
+                "container and venv exclude each other: remove venv, as an image has its own Python"
             )
         for request in (self.gpu_request, self.trainer.gpu_request, self.searcher.gpu_request):
             if self.gpus_per_node and request and "{gpus}" not in request and COUNTED.search(request):
                 raise ValueError(
-                    f"gpu_request={request} never says how many: write {{gpus}} where the number belongs"
+                    f"gpu_request={request} does not contain {{gpus}}: write {{gpus}} in place of the number"
                 )
         if self.memory_per_cpu and self.memory is not None and "memory" in self.model_fields_set:
             raise ValueError(
@@ -240,9 +246,9 @@ class Site(Section):
 
 
 def load_site(path: Path, **keys: object) -> Site:
-    """Read a site file, or a shipped site by its name; ``keys`` override the values in it.
+    """Read a site file, or a shipped site by its name. ``keys`` override the values of the file.
 
-    Raises ConfigError with one sentence: value, rule, remedy.
+    Raises ConfigError if the file is missing or a value is wrong.
     """
     tree = read_tree(path, "sites")
     try:
@@ -252,7 +258,10 @@ def load_site(path: Path, **keys: object) -> Site:
 
 
 def slurm_seconds(time: str) -> float:
-    """Convert a Slurm time to seconds: ``M``, ``M:S``, ``H:M:S``, ``D-H[:M[:S]]`` or ``UNLIMITED``."""
+    """Convert a time limit of Slurm to seconds; infinity if it is no number, as ``UNLIMITED``.
+
+    time: minutes ``M``, or ``M:S``, ``H:M:S``, ``D-H[:M[:S]]``.
+    """
     if not time[:1].isdigit():
         return math.inf
     days, dash, clock = time.rpartition("-")
@@ -265,10 +274,10 @@ def slurm_seconds(time: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """One role's share of the job.
+    """Nodes and ranks of one role in a job.
 
-    ranks_per_node: maximum number of ranks on a node. cpus_per_rank: cores. exclude: nodes left to the other
-    component, in the form of ``sbatch --exclude`` (``component_nodes.py``).
+    ranks_per_node: maximum number of ranks on a node. cpus_per_rank: CPU cores. exclude: nodes that this
+    component of a het job must not get, for ``sbatch --exclude``; "" for none (``component_nodes.py``).
     """
 
     role: Role
@@ -281,10 +290,11 @@ class Component:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Nodes and ranks of a job, with the split in words in ``why``.
+    """Nodes and ranks of a job.
 
-    first: role whose nodes come first by name, in the het form (``component_nodes.py``). remarks: sentences
-    for the user about the split.
+    nodes: number of all nodes. why: a description of the split, for the user. first: role of component 0 of a
+    het job, whose nodes come first by name (``component_nodes.py``). remarks: sentences about GPUs or other
+    places for ranks that stay idle.
     """
 
     form: Form
@@ -297,35 +307,35 @@ class Plan:
 
     @property
     def components(self) -> tuple[Component, Component]:
-        """Components of a het job, in its order."""
+        """Components 0 and 1 of a het job."""
         both = (self.trainer, self.searcher)
         return both if self.first == "trainer" else both[::-1]
 
     @property
     def overrides(self) -> list[str]:
-        """Overrides with the numbers of ranks, for the run's config."""
+        """Overrides of the run's config that set its numbers of ranks."""
         return [f"launch.trainers={self.trainer.ranks}", f"launch.searchers={self.searcher.ranks}"]
 
 
 def refuse_rank_overrides(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for overrides of the numbers of ranks, which under Slurm follow from the nodes."""
+    """Raise ConfigError if overrides set the numbers of ranks, which under Slurm follow from the nodes."""
     for override in overrides:
         key = override.partition("=")[0].strip()
         if key in ("launch.trainers", "launch.searchers"):
             raise ConfigError(
-                f"--set {override} has no effect under Slurm, since ranks follow from nodes: use "
-                "--nodes and --trainer-nodes; the site file sets the number of ranks on a node"
+                f"--set {override} has no effect under Slurm, where the number of ranks follows from that of "
+                "nodes: use --nodes and --trainer-nodes; the site file sets the number of ranks on a node"
             )
 
 
 def plan(
     config: Config, site: Site, nodes: int, trainer_nodes: int | None = None, *, homogeneous: bool = False
 ) -> Plan:
-    """Split ``nodes``: the first ``trainer_nodes`` train, the rest search.
+    """Split the nodes of a job between the roles: ``trainer_nodes`` train, the rest search.
 
-    trainer_nodes: by default one in four, as in the paper. It may equal ``nodes`` if searchers come by
-    themselves (launch.elastic). A single node is shared by both roles. homogeneous: use one allocation even
-    if the site has het jobs. Raises ConfigError with one sentence.
+    nodes: a single node is shared by both roles. trainer_nodes: None means one node in four, as in the paper.
+    It may equal ``nodes`` if elastic searchers can join (launch.elastic). homogeneous: use one allocation
+    even if the site has het jobs. Raises ConfigError if the nodes cannot be split so.
     """
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes} is too few: ask for at least 1")
@@ -338,7 +348,7 @@ def plan(
     if not (1 <= train < nodes or alone):
         raise ConfigError(
             f"--trainer-nodes {train} of --nodes {nodes} leaves no node for one of the roles: "
-            f"use 1 to {nodes - 1}, or let searchers come by themselves (launch.elastic) and all nodes train"
+            f"use 1 to {nodes - 1}, or train on all nodes and let elastic searchers join (launch.elastic)"
         )
     trainer = _trainers(config, site, train, slots)
     engines, search = slots // engine, nodes - train
@@ -359,26 +369,35 @@ def plan(
         site,
         idle=places - trainer.ranks,
         because=f"the trainer ranks must divide train.prompts_per_step={prompts}: --set "
-        f"train.prompts_per_step={-(-prompts // places) * places} has work for all",
+        f"train.prompts_per_step={-(-prompts // places) * places} leaves none idle",
     )
 
 
 def _trainers(config: Config, site: Site, nodes: int, slots: int) -> Component:
-    """Make a component of as many trainer ranks as can share a step's prompts evenly. Raises ConfigError."""
+    """Return the trainers' component, with as many ranks as can share the prompts of a step equally.
+
+    Raises ConfigError if these are fewer than the nodes. slots: places for ranks on a node.
+    """
     ranks = _divisor(config, nodes * slots)
     if ranks < nodes:
         raise ConfigError(
-            f"train.prompts_per_step={config.train.prompts_per_step} gives work to at most {ranks} ranks of "
-            f"{nodes} trainer nodes: use --trainer-nodes {ranks} or a multiple of {nodes} prompts"
+            f"train.prompts_per_step={config.train.prompts_per_step} can be split over at most "
+            f"{count(ranks, 'rank')}, fewer than the {nodes} trainer nodes: use --trainer-nodes {ranks}, or "
+            f"a multiple of {nodes} for train.prompts_per_step"
         )
     return _component("trainer", site, nodes, ranks, slots)
 
 
 def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, slots: int, engine: int) -> Plan:
-    """Split a single node between both roles; one GPU in four trains. Raises ConfigError."""
+    """Split a single node between both roles; one GPU in four trains.
+
+    slots: places for ranks on the node; engine: those that an engine takes. Raises ConfigError if the node is
+    too small or ``trainer_nodes`` is not None.
+    """
     if trainer_nodes is not None:
         raise ConfigError(
-            f"--trainer-nodes {trainer_nodes} of --nodes 1: a single node is shared; drop the option"
+            f"--trainer-nodes {trainer_nodes} does not go with --nodes 1, where both roles share the node: "
+            "remove the option"
         )
     ranks = _divisor(config, max(1, slots // 4))
     searchers = (slots - ranks) // engine
@@ -399,41 +418,45 @@ def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, slots:
 
 
 def _explained(split: Plan, site: Site, *, idle: int, because: str) -> Plan:
-    """Complete a plan's words: its ranks, idle places, and settings that one allocation cannot honour."""
+    """Add to a plan's description: its ranks, ``idle`` places and why, and requests that are ignored."""
     words = [f"{split.why}: {count(split.trainer.ranks, 'trainer rank')}"]
     words[0] += f", {count(split.searcher.ranks, 'searcher')}" if split.searcher.ranks else ""
     remarks = [f"{count(idle, _unit(site))} {'stays' if idle == 1 else 'stay'} idle, since {because}"]
     words += remarks if idle else []
     if split.form == "homogeneous" and split.searcher.ranks and site.unused:
         without = ", ".join(site.unused)
-        words.append(f"asked for as the trainer's, without {without}, which takes a het job")
+        words.append(f"searcher nodes are requested like trainer nodes, as {without} needs a het job")
     return replace(split, why="; ".join(words), remarks=tuple(remarks) if idle else ())
 
 
 def _slots(config: Config, site: Site) -> tuple[int, int]:
-    """Count the places for ranks on a node, and those that an engine takes. Raises ConfigError."""
+    """Return the number of places for ranks on a node, and how many of them an engine takes.
+
+    A place is a GPU, or a rank on a cluster without GPUs. Raises ConfigError if an engine does not fit.
+    """
     engine, gpus = config.generator.tensor_parallel, site.gpus_per_node
     if gpus == 0:
         if engine > 1:
             raise ConfigError(
-                f"generator.tensor_parallel={engine} needs GPUs, but the site has gpus_per_node=0: use 1"
+                f"generator.tensor_parallel={engine} needs GPUs, but the site has gpus_per_node=0: set "
+                "generator.tensor_parallel=1"
             )
         return site.ranks_per_node, 1
     if engine > gpus:
         raise ConfigError(
-            f"generator.tensor_parallel={engine} is larger than a node with gpus_per_node={gpus}: "
-            f"an engine lives on one node; use at most {gpus}"
+            f"generator.tensor_parallel={engine} is more than gpus_per_node={gpus}, and an engine "
+            f"uses the GPUs of one node: use at most {gpus}"
         )
     if gpus % engine:
         raise ConfigError(
-            f"gpus_per_node={gpus} cannot be shared out in engines of generator.tensor_parallel={engine}: "
+            f"generator.tensor_parallel={engine} does not divide gpus_per_node={gpus}: "
             f"use {' or '.join(str(n) for n in range(1, gpus + 1) if gpus % n == 0)}"
         )
     return gpus, engine
 
 
 def _divisor(config: Config, most: int) -> int:
-    """Return the largest number of ranks up to ``most`` that divides the prompts of a step."""
+    """Return the largest number of ranks, up to ``most``, that divides train.prompts_per_step."""
     prompts = config.train.prompts_per_step
     return max(ranks for ranks in range(1, most + 1) if prompts % ranks == 0)
 
@@ -449,6 +472,6 @@ def _unit(site: Site) -> str:
 
 
 def searchers_of_a_node(config: Config, site: Site) -> Component:
-    """Make a component of as many searchers as fit on a node. Raises ConfigError."""
+    """Return a component of one node with as many searchers as fit. Raises ConfigError if none fits."""
     slots, engine = _slots(config, site)
     return _component("searcher", site, 1, slots // engine, slots // engine)

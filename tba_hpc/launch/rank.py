@@ -1,4 +1,7 @@
-"""Surroundings of a rank's loop: place, log, GPUs and stop flag. Errors become sentences for the launcher."""
+"""What a process needs to run as a rank: its placement, log, GPUs and stop flag, and notes about errors.
+
+A note is a file with one sentence, from which the launcher learns why a rank has ended (``run/notes.py``).
+"""
 
 from __future__ import annotations
 
@@ -28,21 +31,22 @@ from tba_hpc.run.stacks import write_stacks_to_log
 log = logging.getLogger(__name__)
 
 REFUSALS = (ConfigError, StateError, ShardError, DiskFullError)
-"""Errors that only the user can fix; the message is a sentence that says how."""
+"""Errors that only the user can fix. Their message is a sentence that says how."""
 
 THREADS_END_SECONDS = 30.0
-"""Seconds that threads of a user's code have to end once a rank has nothing left to do."""
+"""Seconds that threads of the user's code may still run after a rank has finished its work."""
 
 FAILURES = (EngineError, ExchangeError, OSError)
-"""Errors that another start may not meet again; the message is a sentence."""
+"""Errors that may not occur again after a restart. Their message is a sentence."""
 
 
 @contextmanager
 def as_rank(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config, Placement]]:
-    """Run the block as a rank, with its own log and GPUs. An error ends it with a note for the launcher.
+    """Run the block as a rank of the run, with its own log and GPUs.
 
-    A surplus rank, or one that no launcher has started, leaves no note, because the notes belong to the run's
-    own ranks.
+    index: number of the rank within its role, or None if MPI or srun numbers the ranks. An error of REFUSALS
+    or FAILURES leaves a note for the launcher and raises SystemExit with the exit status. A process that is
+    no rank of the run, because its index is wrong or another process owns the rank, leaves no note.
     """
     with noting(run, role, index):
         config = run.config()
@@ -60,16 +64,20 @@ def as_rank(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config
 
 
 def noting(run: RunDir, role: Role, index: int | None) -> AbstractContextManager[None]:
-    """Leave notes about errors for the launcher, if there is one, even before the rank knows its index."""
+    """Return a context manager that leaves a note about an error of its block, if there is a launcher.
+
+    It serves until the rank knows its index. If ``index`` is None, the note is in the name of rank 0.
+    """
     started = ATTEMPT in os.environ
     return explained(partial(write_note, run, role, index or 0)) if started else nullcontext()
 
 
 @contextmanager
 def stoppable() -> Iterator[StopFlag]:
-    """Provide a StopFlag to the block, the work of a rank other than the leader.
+    """Run the block, the work of any rank but the leading trainer. A signal to stop sets its StopFlag.
 
-    After a stop request, missing ranks are not an error: they were still starting and had nothing to save.
+    After a stop request, an ExchangeError about missing ranks is not raised: these were still starting when
+    they were stopped, and had nothing to save.
     """
     end_imports()
     with StopFlag() as stop:
@@ -78,14 +86,14 @@ def stoppable() -> Iterator[StopFlag]:
         except ExchangeError as error:
             if not stop.is_set:
                 raise
-            log.info("asked to stop, and so were the others: %s", error)
+            log.info("stopped on request, as other ranks were: %s", error)
 
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """End this process THREADS_END_SECONDS after the block if threads of the user's code still run.
+    """Run the block; end the process THREADS_END_SECONDS later if threads of the user's code still run.
 
-    MPI is finalized before that, since it has to be in the main thread.
+    If the block succeeds, MPI is finalized first, which only the main thread may do.
     """
     status = 1
     try:
@@ -105,23 +113,24 @@ def leaving() -> Iterator[None]:
 def _leave(status: int) -> None:
     main = threading.main_thread()
     stay = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
-    log.warning("this rank ends, though threads of the user's code go on: %s", first_few(stay))
+    log.warning("this rank ends although threads of the user's code still run: %s", first_few(stay))
     sys.stdout.flush()
     os._exit(status)
 
 
 def end_imports() -> None:
-    """Re-enable the garbage collector, which ``cli`` disables, for objects allocated from now on."""
+    """Turn the garbage collector on again, which ``cli`` turns off, for objects created from now on."""
     gc.freeze()
     gc.enable()
 
 
 @contextmanager
 def explained(note: Callable[[str, Kind], None] | None = None) -> Iterator[None]:
-    """Turn an error of the block into a sentence and an exit status.
+    """Run the block; turn an error of REFUSALS or FAILURES into a sentence, and raise SystemExit.
 
-    note: passes the sentence to the launcher, which decides by its kind whether to start the ranks again.
-    None: the sentence is printed, since a note would seem to come from the run's own ranks.
+    The exit status is Exit.REFUSED or Exit.FAILED. note: function that gives the launcher the sentence and
+    its kind, by which it decides whether to restart the ranks. None: the sentence is printed, for a process
+    that is no rank of the run.
     """
     try:
         yield

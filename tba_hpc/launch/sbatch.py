@@ -1,7 +1,7 @@
-"""Writes a plan's batch script as text. It is pure, so that tests can compare the text with golden files.
+"""Writes the batch script of a plan, as text.
 
-The text says which ranks run where; ``job_supervisor.sh``, which it sources, brings the run to its end.
-``docs/slurm.md`` explains the options.
+The script says which ranks run where. It sources ``job_supervisor.sh``, which handles signals, failures and
+requeues. ``docs/slurm.md`` explains the options. The module is pure: it neither calls Slurm nor writes files.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tba_hpc.launch.plan import REQUEUE_SECONDS, Component, ComponentSite, Plan,
 from tba_hpc.run.directory import SEARCHERS_FIRST
 
 RANK: Sequence[str] = ("python", "-P", "-m", "mpi4py", "-m", "tba_hpc")
-"""Command of a rank. Under mpi4py an uncaught error on one rank ends the world instead of hanging it."""
+"""Command of a rank. ``-m mpi4py`` makes an uncaught error on one rank end all ranks; otherwise they hang."""
 
 TBA: Sequence[str] = ("python", "-P", "-m", "tba_hpc")
 """The command ``tba``, without MPI."""
 
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
-"""Variables that name the network interface. Unlike the others, Open MPI uses all interfaces by default."""
+"""Variables that name the network interface, for NCCL, gloo and Open MPI."""
 
 SUPERVISOR = Path(__file__).with_name("job_supervisor.sh")
 """The shell library that batch scripts source; every node must see it."""
@@ -39,9 +39,10 @@ VERBS: dict[Role, tuple[str, str]] = {"trainer": ("train", "$TRAINERS"), "search
 class Job:
     """A run as a Slurm job.
 
-    run: absolute path of its directory. after: id of the job that must end first, or None. chained: whether
-    ``after`` is a job of the same run. supervisor, rank, tba: see SUPERVISOR, RANK, TBA. code: folder whose
-    ``tba_hpc`` the job uses (``snapshot.py``); None: that of its Python.
+    run: absolute path of the run directory. after: id of the job that must end before this one starts, or
+    None. chained: whether ``after`` is a job of the same run. supervisor: path of the shell library, as
+    SUPERVISOR. code: folder with the ``tba_hpc`` package that the job uses (``snapshot.py``), or None for the
+    package of its Python. rank, tba: commands, as RANK and TBA.
     """
 
     name: str
@@ -64,7 +65,11 @@ def job_of(
     chained: bool = False,
     mpi: bool = True,
 ) -> Job:
-    """Make a run's job with the site's Python and a copy of the code; a container brings its own code."""
+    """Make the job of a run.
+
+    code: folder with a copy of the package, which the job uses unless it runs in a container; None uses the
+    installed package. mpi: whether ranks start under mpi4py. name, run, after, chained: see Job.
+    """
     return Job(
         name=name,
         run=run,
@@ -78,9 +83,9 @@ def job_of(
 
 
 def batch_script(job: Job, plan: Plan, site: Site) -> str:
-    """Return the text of the sbatch file that runs ``job`` on ``site`` by ``plan``.
+    """Return the text of the batch script that runs ``job`` on the cluster ``site`` as ``plan`` says.
 
-    Raises ConfigError if a value would not stay on its line.
+    Raises ConfigError if the run's path or a site key contains a character that a batch script cannot hold.
     """
     het = plan.form == "het"
     parts = [
@@ -104,7 +109,7 @@ def _title(job: Job, plan: Plan) -> str:
     lines = textwrap.wrap(subject, 110, initial_indent="# ", subsequent_indent="# ")
     return (
         "\n".join(["#!/bin/bash", *lines, ""])
-        + "# Submitted again, it resumes where the run stopped. How it survives: job_supervisor.sh, below.\n"
+        + "# Submit it again to resume the run. job_supervisor.sh, below, handles failures and requeues.\n"
     )
 
 
@@ -115,7 +120,7 @@ def _het_header(job: Job, plan: Plan, site: Site) -> str:
         _common(job, site)
         + f"\n# Component 0, the {one.role}s. Its first node runs this script.\n"
         + _directives(first)
-        + f"\n# Component 1, the {other.role}s. It inherits name, time and requeue; all else is said again.\n"
+        + f"\n# Component 1, the {other.role}s. It inherits name, time and requeue, but no other option.\n"
         + "#SBATCH hetjob\n"
         + _directives([*second, _signal(site)])
     )
@@ -129,11 +134,11 @@ def _homogeneous_header(job: Job, plan: Plan, site: Site) -> str:
         site,
         site.trainer,
     )
-    roles = "both roles" if plan.searcher.ranks else "trainers alone, which need every node of it"
+    roles = "both roles" if plan.searcher.ranks else "trainers alone, which need all of its nodes"
     text = _common(job, site) + f"\n# One allocation for {roles}.\n" + _directives(options)
     if plan.nodes > 1 and plan.searcher.ranks:
         text += (
-            "# A lost node does not end the job, unless it is the first: the ranks start again on the rest.\n"
+            "# A lost node does not end the job, unless it is the first: the ranks restart on the others.\n"
         )
         text += "#SBATCH --no-kill\n"
     return text
@@ -155,11 +160,14 @@ def _common(job: Job, site: Site, log: str = "job-%j.log") -> str:
 
 
 def _as_pattern(path: Path) -> str:
-    """Escape a path for Slurm's filename patterns. Raises ConfigError for a backslash, which ends them."""
+    """Escape a path for Slurm's patterns of file names, such as ``%j``.
+
+    Raises ConfigError for a backslash, since Slurm replaces no pattern in a name that contains one.
+    """
     if "\\" in str(path):
         raise ConfigError(
-            f"{path} holds a backslash, with which Slurm puts no job's id into the name of a log: choose "
-            "another run.root"
+            f"{path} contains a backslash, and then Slurm does not put the job's id into the names of logs: "
+            "choose another run.root"
         )
     return str(path).replace("%", "%%")
 
@@ -169,7 +177,7 @@ def _signal(site: Site) -> str:
 
 
 def _options(component: Component, site: Site, own: ComponentSite) -> list[str]:
-    """List the options that each component of a het job must state for itself."""
+    """List the sbatch options that a component does not inherit. own: its part of the site file."""
     values = {
         "--partition": own.partition or site.partition,
         "--account": site.account,
@@ -181,23 +189,24 @@ def _options(component: Component, site: Site, own: ComponentSite) -> list[str]:
     }
     options = [f"{key}={value}" for key, value in values.items() if value is not None]
     options += [*site.memory_option(own), *site.gpu_option(own), *(["--exclusive"] if site.exclusive else [])]
-    # Last, since sbatch takes the last of several; it includes the nodes that the site excludes.
+    # sbatch obeys only the last --exclude. This one is the last, and includes the nodes that the site
+    # excludes.
     leave = [f"--exclude={component.exclude}"] if component.exclude else []
     return [*options, *site.sbatch_options, *leave]
 
 
 def _directives(options: Sequence[str]) -> str:
     for option in options:
-        if not option.isprintable():  # a line end would make the rest a command of the script
+        if not option.isprintable():  # after a line break, the rest would be a command of the script
             raise ConfigError(
-                f"{option!r} cannot stand in a batch script: take the control character out of the site key "
-                "or the path"
+                f"{option!r} cannot be written to a batch script: remove the control character from the site "
+                "key or the path"
             )
     return "".join(f"#SBATCH {_quoted(option)}\n" for option in options)
 
 
 def _quoted(option: str) -> str:
-    """Quote an option if it needs that, since sbatch splits its lines like a shell."""
+    """Quote the value of an option if necessary, since sbatch splits its lines like a shell."""
     key, equals, value = option.partition("=")
     return key + equals + (shlex.quote(value) if equals and (set(value) & set(" \t'\"\\#$")) else value)
 
@@ -222,7 +231,10 @@ def _settings(job: Job, plan: Plan, site: Site) -> str:
 
 
 def _surroundings(job: Job, plan: Plan, site: Site) -> str:
-    """Shell lines that set up the environment. ``set -u`` comes last, as modules and venvs break under it."""
+    """Return the shell lines that set up the environment.
+
+    ``set -u`` comes last, since modules and virtual environments use unset variables.
+    """
     interface = site.network_interface
     names = {name: interface for name in INTERFACE_VARIABLES if interface}
     names |= mpi_library.variables(site.mpi_library)
@@ -240,13 +252,13 @@ def _surroundings(job: Job, plan: Plan, site: Site) -> str:
 
 
 def _needs(key: str, site: Site) -> list[str]:
-    """Return the line that refuses a job if the value of a site key contains an unset variable."""
+    """Return the line that ends the job if the value of a site key contains an unset variable; or none."""
     names = site.variables.get(key)
     return [f"needs {key} {' '.join(names)}"] if names else []
 
 
 def _tba(job: Job, site: Site) -> str:
-    """Return the script's command for ``tba``; an srun step if only steps start in the container."""
+    """Return the shell words that run ``tba`` in the script: a step if srun must start the container."""
     options = step_options(site)
     if not options:
         return inside(job.tba, site)
@@ -255,7 +267,7 @@ def _tba(job: Job, site: Site) -> str:
 
 
 def _step_memory(site: Site) -> str:
-    # The step of a lost node keeps its memory allocated; the next step must not wait for it.
+    # A step on a lost node keeps its memory allocated. With --mem=0 the next step does not wait for that.
     return " --mem=0" if any(map(site.memory_option, (site.trainer, site.searcher))) else ""
 
 
@@ -293,7 +305,7 @@ def _homogeneous_step(plan: Plan, site: Site) -> str:
     container = f"       {step_options(site)} \\\n" if step_options(site) else ""
     choose = 'role=search; [ "$SLURM_PROCID" -lt "$0" ] && role=train; exec "$@" "$role" "$RUN"'
     return (
-        "ranks() {   # one MPI world; a rank's number is its role, and its line of the host file its node\n"
+        "ranks() {   # one MPI world: the first ranks train; the host file names the node of each rank\n"
         "    unset SLURM_NTASKS_PER_NODE\n"
         f"    SLURM_HOSTFILE=$RUN/slurm/hosts exec {_srun(site)} --distribution=arbitrary \\\n"
         f'        --nodes="$NODES_LEFT" --ntasks=$((TRAINERS + SEARCHERS)) --cpus-per-task={cpus} \\\n'
@@ -304,14 +316,14 @@ def _homogeneous_step(plan: Plan, site: Site) -> str:
 
 
 def elastic_script(job: Job, nodes: int, searcher: Component, site: Site) -> str:
-    """Return the text of the sbatch file of an array of ``nodes`` one-node jobs of elastic searchers.
+    """Return the text of the batch script of an array of ``nodes`` jobs of elastic searchers, one node each.
 
-    searcher: the component of one node. Raises ConfigError like ``batch_script``.
+    searcher: the searchers of one node. Raises ConfigError as ``batch_script`` does.
     """
     nobody = Component(role="trainer", nodes=1, ranks=0, ranks_per_node=0, cpus_per_rank=0)
     plan = Plan(form="homogeneous", nodes=1, trainer=nobody, searcher=searcher, why="")
     parts = [
-        "#!/bin/bash\n# Elastic searchers of a run, which requeue themselves until it is finished.\n",
+        "#!/bin/bash\n# Elastic searchers of a run. Each job requeues itself until the run is finished.\n",
         _common(job, site, "searchers-%A_%a.log")
         + _directives([f"--array=0-{nodes - 1}", *_options(searcher, site, site.searcher)]),
         *_setup(site),
@@ -324,13 +336,13 @@ def elastic_script(job: Job, nodes: int, searcher: Component, site: Site) -> str
 
 
 def _elastic_step(searcher: Component, site: Site) -> str:
-    # Each searcher is on its own, so there is no MPI among them; "${RANK[@]}" is `tba` inside the container.
+    # Elastic searchers do not use MPI. "${RANK[@]}" is the command `tba` in the container, if there is one.
     cpus = f"--cpus-per-task={searcher.cpus_per_rank}"
     srun = (
         f'srun --mpi=none --ntasks="$SEARCHERS" {cpus} --kill-on-bad-exit=0{_extra(site)}{step_options(site)}'
     )
     return (
-        "ranks() {   # searchers, without MPI; one that crashes is started again beside the others\n"
+        "ranks() {   # searchers, without MPI; one that crashes is restarted while the others go on\n"
         f'    exec {srun} \\\n        bash -c "$KEEP" "$RELAUNCHES" "${{RANK[@]}}" search "$RUN"\n'
         "}\n"
     )

@@ -1,8 +1,8 @@
-"""Submits batch scripts through submitit, het jobs included.
+"""Submits batch scripts to Slurm, through submitit.
 
-This is the only module that imports submitit, which runs sbatch and reads the job's id. submitit does not
-support het jobs and takes states from the accounting. Therefore ``sbatch.py`` writes the script, and
-``slurm_queue`` reads states.
+This is the only module that imports submitit, which runs sbatch and reads the job's id. submitit writes no
+scripts for het jobs, so ``sbatch.py`` writes the script. submitit reads the states of jobs from Slurm's
+accounting, which not all clusters have, so ``slurm_queue`` asks squeue instead.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ REMEDIES = {
     "node count": "partition, or ask for fewer --nodes",
     "node configuration": "gpus_per_node, cpus_per_node, memory or constraint (see sinfo -o '%c %m %G')",
 }
-"""Words in Slurm's complaint, mapped to the site key to change."""
-
+"""Site key to change, by words in Slurm's error message. The first match counts."""
 
 YOURS = {
     "SBATCH_ACCOUNT": "--account",
@@ -49,18 +48,19 @@ YOURS = {
     "SBATCH_RESERVATION": "--reservation",
     "SBATCH_CLUSTERS": "--clusters",
 }
-"""Shell variables that override the script, with their option; passed on if the script lacks it."""
+"""Environment variables with the user's defaults for options of sbatch. They would override the script, so
+each is passed on only if the script does not set its option."""
 
 WHICH_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK", "SLURM_MPI_TYPE")
 """Prefixes of variables that select the Slurm installation and the defaults of its srun."""
 
 
 class SubmitError(LaunchError):
-    """Error for a run that was not submitted; the message is for the user."""
+    """Error for a run that was not submitted. The message is one sentence for the user."""
 
 
 class _Executor(SlurmExecutor):
-    """submitit's executor for our own script, which may have several components; nothing is pickled."""
+    """Executor of submitit that submits a finished batch script. It pickles nothing."""
 
     def __init__(self, folder: Path, script: str) -> None:
         super().__init__(folder)
@@ -68,7 +68,7 @@ class _Executor(SlurmExecutor):
 
     @classmethod
     def name(cls) -> str:
-        """Return submitit's name of its Slurm executor."""
+        """Return the name of this kind of executor in submitit."""
         return "slurm"
 
     def submit_script(self) -> str:
@@ -102,7 +102,10 @@ def require_slurm() -> None:
 
 
 def refusal(message: str) -> str:
-    """Return Slurm's own words about a refused submission, and the site key to change."""
+    """Return a sentence with Slurm's error about a refused submission, and the site key to change if known.
+
+    message: output of sbatch.
+    """
     lines = re.findall(r"(?:error|failure): (.*)", message)
     said = (
         "; ".join(dict.fromkeys(line.removeprefix("Batch job submission failed: ") for line in lines))
@@ -113,9 +116,10 @@ def refusal(message: str) -> str:
 
 
 def foreign(script: str, environment: Mapping[str, str]) -> list[str]:
-    """List shell variables that would override the script, or travel with the job and confuse its steps.
+    """List the names of environment variables that must not reach a job.
 
-    They include those of an allocation in which the shell runs.
+    They would override options of the script or confuse the job's steps, such as the variables of an
+    allocation in which the user's shell runs.
     """
     said = re.findall(r"^#SBATCH (--[\w-]+)", script, re.MULTILINE)
     yours = {name for name, option in YOURS.items() if option not in said}
@@ -129,7 +133,10 @@ def foreign(script: str, environment: Mapping[str, str]) -> list[str]:
 
 
 def would_take(script: str) -> str:
-    """Ask Slurm when and where a script would start, without submitting it. Raises SubmitError."""
+    """Return Slurm's words on when and where a batch script would start, without submitting it.
+
+    Raises SubmitError if Slurm would refuse the script.
+    """
     command = ["sbatch", "--test-only"]
     plain = {key: value for key, value in os.environ.items() if key not in foreign(script, os.environ)}
     done = subprocess.run(command, input=script, capture_output=True, text=True, env=plain)
@@ -139,9 +146,10 @@ def would_take(script: str) -> str:
 
 
 def refuse_impossible(script: str) -> None:
-    """Raise SubmitError if the cluster has no such nodes, whereas sbatch would queue a het job for ever.
+    """Raise SubmitError if the cluster has no nodes as the script requests them.
 
-    Any other refusal may pass with time, such as a limit that your other jobs have reached.
+    Slurm would keep a het job with such a request in the queue for ever. Other reasons for a refusal are
+    ignored, since they may pass, such as a limit that the user's other jobs have reached.
     """
     try:
         would_take(script)
@@ -151,9 +159,10 @@ def refuse_impossible(script: str) -> None:
 
 
 def submit(run: RunDir, script: str) -> str:
-    """Submit a run's batch script; return the job's id. Raises SubmitError, also if it has a job already.
+    """Submit a run's batch script; return the job's id.
 
-    If two jobs are submitted at the same moment, the second ends when it starts (``job_supervisor.sh``).
+    Raises SubmitError if Slurm refuses the script, or if the run already has a job. If two jobs of a run are
+    submitted at the same moment, the second one ends when it starts (``job_supervisor.sh``).
     """
     refuse_active(run)
     job = send(run, script)
@@ -163,30 +172,34 @@ def submit(run: RunDir, script: str) -> str:
 
 
 def send(run: RunDir, script: str) -> str:
-    """Submit a batch script of a run, such as elastic searchers; return the job's id. Raises SubmitError."""
+    """Submit any batch script of a run, such as that of elastic searchers; return the job's id.
+
+    Raises SubmitError if Slurm refuses the script.
+    """
     folder = run.path / "slurm"
     folder.mkdir(exist_ok=True)
     return _Executor(folder, script).submit_script()
 
 
 def chain(run: RunDir, job: str, script: Callable[[str], str], *, length: int) -> str:
-    """Submit jobs that continue the run, each after the one before; return a warning if Slurm refuses one.
+    """Submit jobs that continue the run, each after the one before it.
 
-    script: returns the script of the job that follows a given job id. length: jobs in the chain, ``job``
-    included.
+    job: id of the first job, which has been submitted. script: makes the batch script of the job that follows
+    the job with a given id. length: number of jobs in the chain, the first included. Returns "", or a warning
+    if Slurm refuses a job; the chain then ends before that.
     """
     jobs = [job]
     while len(jobs) < length:
         try:
             jobs.append(send(run, script(jobs[-1])))
-        except SubmitError as error:  # earlier jobs are in the queue already
+        except SubmitError as error:  # keep the jobs that are in the queue
             return f"the chain has {len(jobs)} of {length} jobs: {error}"
         write_atomic(run.path / "slurm/chain", "".join(f"{each}\n" for each in jobs))
     return ""
 
 
 def refuse_active(run: RunDir) -> None:
-    """Raise SubmitError if a job of the run is queued or running."""
+    """Raise SubmitError if the run has a job that is queued or running."""
     if job := active_job(run):
         raise SubmitError(
             f"job {job.number} of this run is {job.state.lower()} already: let it finish, or end it first: "

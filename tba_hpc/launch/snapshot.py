@@ -1,6 +1,7 @@
-"""Copy of this package beside a run, for its job, so that later edits change no running job.
+"""Copies this package into a run directory, so that later edits of the code do not reach the run's job.
 
-Copies are never deleted, since queued jobs and saved scripts start with them.
+The folder of a copy is ``RUN/code/DIGEST``. Copies are never deleted, since queued jobs and saved batch
+scripts use them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1]
 
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc")
+"""Files that are not copied."""
 
 
 def place(run: Path) -> Path:
@@ -21,9 +23,10 @@ def place(run: Path) -> Path:
 
 
 def take(run: Path, job: str = "") -> Path:
-    """Copy the package unless there is a copy already; return the folder for ``PYTHONPATH``.
+    """Copy the package, unless the same copy exists; return the folder of the copy, for ``PYTHONPATH``.
 
-    job: id of a Slurm job that gets the same copy at each of its starts; "" if its script names the copy.
+    run: run directory. job: id of a Slurm job that makes its copy itself, at its first start; it gets the
+    same copy at each later start. "" for a job whose script names the copy.
     """
     note = run / "code" / f"job-{job}"
     if job and note.exists() and (run / "code" / note.read_text()).is_dir():
@@ -37,7 +40,7 @@ def take(run: Path, job: str = "") -> Path:
 
 
 def _copy(folder: Path) -> None:
-    """Make a copy that becomes visible as a whole; of two simultaneous ones, one wins."""
+    """Copy the package into a temporary folder, then rename that. Of two processes, one succeeds."""
     part = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(folder, ignore_errors=True)  # an incomplete copy from a machine that crashed
     shutil.copytree(PACKAGE, part / PACKAGE.name, ignore=LEFT_OUT)
@@ -50,7 +53,7 @@ def _copy(folder: Path) -> None:
 
 
 def _digest(package: Path) -> str:
-    """Return a digest of the names and contents of a package's files, including those below links."""
+    """Return a digest of the names and contents of a package's files, following symbolic links."""
     known = hashlib.sha256()
     for parent, folders, files in os.walk(package, followlinks=True):
         folders[:] = sorted(name for name in folders if name not in LEFT_OUT(parent, folders))

@@ -1,6 +1,8 @@
-"""Stops a run, after a checkpoint (``tba stop``) or at once (``tba cancel``), here or as a Slurm job.
+"""Ends a run: ``tba stop`` after a checkpoint, ``tba cancel`` at once.
 
-``supervise.py`` reads the file that tells a job to end and not to requeue.
+The run may be a process on this machine or a Slurm job. For a job, ``stop`` writes the file
+``RUN/slurm/stop``. From this file the job's script learns that it must end rather than requeue
+(``supervise.py``).
 """
 
 from __future__ import annotations
@@ -22,19 +24,20 @@ from tba_hpc.run.owners import Owner, holders, keeps_open, owner_at_work
 from tba_hpc.run.slurm_queue import JOB_CHECK_SECONDS, NO_ANSWER, ActiveJob, active, ask, job_states, jobs_of
 
 LAUNCHER_END_SECONDS = 10.0
-"""Seconds that a launcher on this machine has to kill its ranks before it is killed itself."""
+"""Seconds in which a launcher must kill its ranks; after that it is killed, too."""
 
 KILLED_SECONDS = 10.0
-"""Seconds within which a killed process must be gone."""
+"""Seconds in which a killed process must disappear."""
 
 STOP_CHECK_SECONDS = 0.25
-"""Pause before the second check for a running owner, s; it doubles up to JOB_CHECK_SECONDS."""
+"""Pause before the second check whether the run has ended, s. Later pauses double, up to
+JOB_CHECK_SECONDS."""
 
 
 def stop(run: RunDir) -> str:
-    """Ask the run to checkpoint at its next safe point and end; return what was done, in a sentence.
+    """Ask the run to write a checkpoint at its next safe point and end; return a sentence on what was done.
 
-    Raises LaunchError if the run is running elsewhere, or cannot be reached.
+    Raises LaunchError if the run is a process on another machine, or Slurm does not answer.
     """
     match at_work(run):
         case None:
@@ -48,7 +51,7 @@ def stop(run: RunDir) -> str:
 
 
 def cancel(run: RunDir) -> str:
-    """End the run at once; return what was done, in a sentence. Raises LaunchError like ``stop``."""
+    """End the run at once; return a sentence on what was done. Raises LaunchError as ``stop`` does."""
     match at_work(run):
         case None:
             return _nobody(run)
@@ -64,13 +67,16 @@ def cancel(run: RunDir) -> str:
 
 
 def await_end(run: RunDir, *, seconds: float) -> None:
-    """Wait until the run has no owner. Raises LaunchError, which names the owner, after ``seconds``."""
+    """Wait until no process and no job runs the run.
+
+    Raises LaunchError with the name of the process or job if one still does so after ``seconds``.
+    """
     end, pause = time.monotonic() + seconds, STOP_CHECK_SECONDS
     while who := at_work(run):
         left = end - time.monotonic()
         if left <= 0:
             raise LaunchError(
-                f"{who} is at work on {run.path} after {seconds:g} s still: wait longer, or end "
+                f"{who} is still at work on {run.path} after {seconds:g} s: wait longer, or end "
                 f"it at once: {shlex.join(['tba', 'cancel', str(run.path)])}"
             )
         time.sleep(min(pause, left))
@@ -78,9 +84,9 @@ def await_end(run: RunDir, *, seconds: float) -> None:
 
 
 def at_work(run: RunDir) -> Owner | ActiveJob | None:
-    """Return the process of this machine, or the Slurm job, that runs the run; None if it is not running.
+    """Return what is at work on the run, a process on this machine or a Slurm job; None for nothing.
 
-    Raises LaunchError if it is a process on another machine, or if Slurm cannot be asked.
+    Raises LaunchError for a process on another machine, or if Slurm does not answer.
     """
     owner = owner_at_work(run)
     if owner and owner.is_here:
@@ -104,7 +110,7 @@ def _nobody(run: RunDir) -> str:
 
 
 def _stop_job(run: RunDir, job: ActiveJob) -> str:
-    # The file comes first, so that a job that starts meanwhile reads it.
+    # The file is written first, so that a job that starts during the next lines finds it.
     write_atomic(run.path / "slurm/stop", f"{job.number}\n")
     jobs = _of_chain(run, job)
     if job.waiting:
@@ -119,7 +125,7 @@ def _stop_job(run: RunDir, job: ActiveJob) -> str:
 
 
 def _staying(run: RunDir) -> str:
-    """Name the elastic searchers, which keep their nodes, and how to end them; empty if there are none."""
+    """Return a clause on the elastic searchers, which keep their nodes, and how to end them; "" for none."""
     names = {file.stem for file in run.owners.glob("searcher-*.*")}
     there = [claim.owner for claim in holders(run, names).values() if claim.owner.elastic]
     jobs = sorted({owner.job for owner in there if owner.job}, key=int)
@@ -130,27 +136,28 @@ def _staying(run: RunDir) -> str:
 
 
 def _of_chain(run: RunDir, job: ActiveJob) -> list[str]:
-    """List the ids of the job and of those that would continue after it."""
+    """Return the ids of the job and of the jobs of its chain that would follow it."""
     jobs = jobs_of(run)
     return jobs[jobs.index(job.number) :]
 
 
 def _refuse_stranger(run: RunDir, owner: Owner) -> None:
-    """Raise LaunchError if the owner is a process of ours that does not have the run's folder open.
+    """Raise LaunchError if the owner is a process of this user that does not have the run's folder open.
 
-    A file in a stranger's run directory may name any of our processes.
+    The id of the owner comes from a file in the run directory. In a stranger's run directory, this file may
+    name any process of this user, which must not be signalled.
     """
     with suppress(psutil.NoSuchProcess):
-        is_ours = os.getuid() in (0, psutil.Process(owner.pid).uids().real)  # else the kernel refuses
+        is_ours = os.getuid() in (0, psutil.Process(owner.pid).uids().real)  # no others can be signalled
         if is_ours and not keeps_open(run, owner.pid):
             raise LaunchError(
-                f"{owner} does not seem to be at work on {run.path}, though a file there says so: look with "
-                f"ps, then end it yourself with kill -USR1 {owner.pid}"
+                f"{owner} does not seem to be at work on {run.path}, although a file there says so: look at "
+                f"it with ps, then end it yourself with kill -USR1 {owner.pid}"
             )
 
 
 def _signal(owner: Owner, number: signal.Signals) -> None:
-    """Send the owner a signal, unless it has ended meanwhile. Raises LaunchError if that is not allowed."""
+    """Send the owner a signal, unless it has ended. Raises LaunchError if it belongs to another user."""
     try:
         os.kill(owner.pid, number)
     except ProcessLookupError:
@@ -160,9 +167,9 @@ def _signal(owner: Owner, number: signal.Signals) -> None:
 
 
 def _end(run: RunDir, owner: Owner) -> None:
-    """Make a launcher on this machine kill its ranks, as two Ctrl-C do; if that fails, kill it and the ranks.
+    """Make a launcher on this machine kill its ranks, as two Ctrl-C do. If that fails, kill the launcher.
 
-    Raises LaunchError if the launcher still does not end.
+    Its ranks then end, too (``die_with``). Raises LaunchError if the launcher still does not end.
     """
     if _goes(run, owner, signal.SIGINT, LAUNCHER_END_SECONDS):
         return
@@ -173,7 +180,7 @@ def _end(run: RunDir, owner: Owner) -> None:
 
 
 def _goes(run: RunDir, owner: Owner, number: signal.Signals, seconds: float) -> bool:
-    """Send a process a signal repeatedly; return whether it ends within ``seconds``."""
+    """Send the owner a signal again and again; return whether it ends within ``seconds``."""
     end = time.monotonic() + seconds
     while owner_at_work(run) == owner:
         if time.monotonic() > end:
@@ -184,7 +191,7 @@ def _goes(run: RunDir, owner: Owner, number: signal.Signals, seconds: float) -> 
 
 
 def _again(run: RunDir) -> str:
-    """Return the command that resumes the run: its ``tba submit``, or ``tba run`` if that came last."""
+    """Return the command that resumes the run: ``tba run``, or the ``tba submit`` of its last job."""
     events = read_events(run)
     if not events or not events[-1]["job"]:
         return shlex.join(["tba", "run", str(run.path)])

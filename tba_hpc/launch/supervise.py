@@ -1,9 +1,11 @@
-"""Decides a batch script's next action: ``job_supervisor.sh`` calls ``tba supervise TURN RUN`` at every turn.
+"""Decides what a batch script does next: ``job_supervisor.sh`` calls ``tba supervise STAGE RUN KEY=VALUE …``.
 
-The command may run in a container that lacks Slurm's commands. It knows only the files of the run and what
-the script passes as KEY=VALUE. The last line of its output is the answer, with its arguments: ``go`` (start
-the ranks), ``look`` (look at the nodes once more), ``again`` (restart the ranks), ``queue`` (go back to the
-queue) or ``exit``. The module is light to import: only the turns ``begin`` and ``start`` need configs.
+The command may run in a container that lacks Slurm's commands. It therefore knows only the files of the run
+and what the script passes as KEY=VALUE. Each stage of a job has a function here. It returns what the script
+does next, with arguments: ``go`` (start the ranks), ``look`` (check the nodes once more), ``again`` (restart
+the ranks), ``queue`` (send the job back to the queue) or ``exit``.
+
+The module is light to import, since it runs often: only the stages ``begin`` and ``start`` import the config.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ from tba_hpc.run.files import listing, publish, write_atomic
 from tba_hpc.run.notes import AT_WORK_FILE, Exit, first_note
 
 FIRST_ELASTIC = 5000
-"""Number of the first elastic searcher (see ``config``)."""
+"""Number of the first elastic searcher, as in ``config``, which takes long to import."""
 
 LONG_SECONDS = 300
-"""Seconds of life after which a searcher's failure no longer counts as one in a row."""
+"""Seconds that searchers must have run for their failure to count as the first in a row."""
 
 NEAR_END_SECONDS = 120
-"""Seconds left, beyond those for a save, below which an allocation counts as too short, not as preempted."""
+"""Seconds that tell a time limit from a preemption. If a job was stopped with less than this left, besides
+the time for a checkpoint, its time was too short. If it was stopped earlier, it was preempted."""
 
 READ: dict[str, Callable[[str], object]] = {
     "int": int,
@@ -38,47 +41,61 @@ READ: dict[str, Callable[[str], object]] = {
     "bool": "1".__eq__,
     "list[str]": str.split,
 }
-"""Parsers of the script's values, by the type of the field."""
+"""Parser of a value that the script passes, for each type of a field of JobState."""
 
 
 @dataclass(kw_only=True)
 class JobState:
-    """State of the job as the script passes it.
-
-    code: exit status of the ranks that have ended after ``seconds``. failures: failures in a row before that.
-    stop: whether the job was asked to stop. ending: whether Slurm ends the job. chained: whether the job
-    follows another job of a chain. nodes: number of nodes that the job requested. hosts: hosts of component
-    0, or of the whole job. others: hosts of component 1. ascending: all hosts in Slurm's order. answers:
-    hosts that start a process, with prefix "!" if they do not see RUN, or "?" if they fail the health check.
-    array_job: for elastic searchers, their own job of the array.
-    """
+    """State of a job as the batch script passes it; a script passes only what the stage needs."""
 
     run: Path
     code: int = 0
+    """Exit status of the ranks that have just ended."""
     seconds: int = 0
+    """Time for which these ranks ran, s."""
     failures: int = 0
+    """Failures in a row before that."""
     stop: bool = False
+    """Whether the job was asked to stop."""
     ending: bool = False
+    """Whether Slurm is ending the job."""
     relaunches: int = 3
+    """Restarts in a row without a sealed shard after which the job gives up."""
     chained: bool = False
+    """Whether the job follows another job of a chain."""
     save_seconds: int = 0
+    """Time that the ranks get for a checkpoint once they are asked to stop, s."""
     requeue: str = "yes"
+    """Whether the job may requeue itself: "yes" or "no"."""
     het: bool = False
+    """Whether this is a het job, in which each component has one role."""
     nodes: int = 0
+    """Number of nodes that the job requested."""
     hosts: list[str] = field(default_factory=list)
+    """Hosts of component 0, or of the whole job if it is not a het job."""
     others: list[str] = field(default_factory=list)
+    """Hosts of component 1."""
     answers: list[str] = field(default_factory=list)
+    """Hosts that start a process. The prefix "!" marks those that do not see the run directory, and "?" those
+    that fail the health check."""
     ascending: list[str] = field(default_factory=list)
+    """All hosts of a het job in Slurm's order of names."""
     last_look: bool = False
+    """Whether the nodes have been checked for the second and last time."""
     array_job: str = ""
+    """Id of a job of elastic searchers within its array."""
     trainers: int = 0
+    """Number of trainer ranks."""
     searchers: int = 0
+    """Number of searchers of the run itself, or of elastic searchers in their jobs."""
     trainer_nodes: int = 0
+    """Number of nodes that train; unused by het jobs."""
     searchers_per_node: int = 0
+    """Number of searchers on a node; unused by het jobs."""
 
     @classmethod
     def read(cls, run: Path, words: Sequence[str]) -> JobState:
-        """Parse KEY=VALUE words."""
+        """Parse KEY=VALUE words; the keys are the names of the fields."""
         kinds = {one.name: str(one.type) for one in fields(cls)}
         pairs = (word.partition("=")[::2] for word in words)
         return cls(run=run, **{key: READ[kinds[key]](value) for key, value in pairs})  # type: ignore[arg-type]
@@ -88,13 +105,13 @@ class JobState:
         append_event(self.run / "events.jsonl", event, **extra)
 
     def refuse(self, sentence: str, code: Exit = Exit.REFUSED) -> str:
-        """End the job for good, with a sentence that tells the user what to do."""
+        """Return ``exit``, after a sentence that tells the user what to do: the job ends for good."""
         self.log("refused", sentence=sentence)
         say(sentence)
         return self.end(code)
 
     def end(self, code: Exit = Exit.DONE) -> str:
-        """End the job for good, and the waiting jobs of its chain."""
+        """Return ``exit`` with a status and the ids of the chain's later jobs, which the script cancels."""
         links = self.links
         self.mark("chain").unlink(missing_ok=True)
         return f"exit {code} {' '.join(links)}".strip()
@@ -111,7 +128,7 @@ class JobState:
         return "finished" in listing(self.run)
 
     def mark(self, name: str) -> Path:
-        """Path of a file of the job. Its timestamp records an event by the file system's clock."""
+        """Return the path of a job's note in RUN/slurm, whose timestamp is by the file system's clock."""
         return self.run / "slurm" / name
 
 
@@ -121,14 +138,14 @@ def say(sentence: str) -> None:
     print(f"[{time.strftime('%F %T')} job {job} restart {restarts}] {sentence}", file=sys.stderr, flush=True)
 
 
-# --- Turns ---
+# --- Stages ---
 
 
 def begin(job: JobState) -> str:
-    """Claim the run for a job that has got its nodes, ``hosts``, unless another job is at work on it.
+    """Claim the run for a job that has got its nodes, ``hosts``.
 
-    Returns ``go`` with the name of the job's folder of caches, and with ``tell`` if run.notify is set.
-    Returns ``exit`` if there is nothing to do.
+    Returns ``go`` with the name of the folder of caches, and with ``notify`` if run.notify is set. Returns
+    ``exit`` if there is nothing to do. Raises OwnedError if another job is at work on the run.
     """
     from tba_hpc.run.directory import RunDir
     from tba_hpc.run.owners import claim_for_job
@@ -146,29 +163,30 @@ def begin(job: JobState) -> str:
     if _for_good(job):
         job.log("stopped")
         return job.end()
-    tell = " tell" if RunDir(job.run).config().run.notify.wanted else ""
-    return f"go {_caches(job)}{tell}"
+    notify = " notify" if RunDir(job.run).config().run.notify.wanted else ""
+    return f"go {_caches(job)}{notify}"
 
 
 def _caches(job: JobState) -> str:
-    """Return the name of the folder in which engines keep compiled code.
+    """Return the name of the folder of caches, in which engines keep compiled code.
 
-    The name is the same at each start and on all nodes. It is random because the folder may lie in /tmp,
-    where everybody can write, and its content is run as code.
+    The name is the same at each start and on all nodes. It is random so that other users cannot prepare the
+    folder: it may lie in /tmp, where everybody can write, and its content is run as code.
     """
     note = job.mark("caches")
-    with suppress(FileExistsError):  # of several jobs the first one chooses the name
+    with suppress(FileExistsError):  # if several jobs start together, the first one chooses the name
         publish(note, f"tba-{secrets.token_hex(8)}\n".encode(), replace=False)
     return note.read_text().strip()
 
 
 def start(job: JobState) -> str:
-    """Place the ranks on the nodes that answer.
+    """Place the ranks on the nodes that answer, and begin an attempt.
 
-    ``go`` comes with the number of nodes, the number of searchers, and the attempt.
+    Returns ``go`` with the numbers of nodes and searchers and the name of the attempt, ``look`` if nodes have
+    failed their first check, or ``queue`` if the nodes are unusable.
     """
     blind = [answer[1:] for answer in job.answers if answer[0] == "!"]
-    if blind and not job.mark("start").exists():  # after an earlier start it is the node's fault
+    if blind and not job.mark("start").exists():  # after a start, the folder is right and the node at fault
         sentence = f"{blind[0]} does not see {job.run}: put run.root on a file system that all nodes share"
         return job.refuse(sentence)
     hosts = [*job.hosts, *job.others]
@@ -192,18 +210,18 @@ def _unfit(why: str) -> str:
 
 
 def _het(job: JobState, missing: Sequence[str]) -> str:
-    """Place the ranks of a het job. It needs every node: Slurm requeues the whole job if one is lost."""
+    """Start the ranks of a het job, or return ``queue`` if one of its nodes is missing or misplaced."""
     hosts = [*job.hosts, *job.others]
     if not (job.hosts and job.others):
         return _unfit("Slurm names no nodes of one component")
     if missing:
         return _unfit(f"{' '.join(missing)} cannot be used")
-    if len({*hosts}) < len(hosts):  # component 0 was restarted alone; srun starts no step on that
+    if len({*hosts}) < len(hosts):  # if Slurm restarted component 0 alone; srun starts no step then
         return _unfit("its components share a node")
     if hosts == job.ascending:
         return _go(job, len(hosts), job.searchers)
-    # PMIx takes the nodes of a het step in Slurm's own order, srun in that of the components (at least from
-    # 22.05 to 26.05). If the two differ, the first collective hangs.
+    # PMIx numbers the nodes of a het step in Slurm's order of names, srun in the order of the components (in
+    # all versions from 22.05 to 26.05). If the two orders differ, the first collective hangs.
     return _unfit(
         f"they are not in Slurm's own order, component 0 first: {' '.join(hosts)}; 'tba submit' and the "
         "script of 'tba submit --print' give each component its side of the nodes"
@@ -211,7 +229,10 @@ def _het(job: JobState, missing: Sequence[str]) -> str:
 
 
 def _homogeneous(job: JobState, missing: Sequence[str]) -> str:
-    """Let the first nodes train, and any number of others search. Without searchers all nodes must train."""
+    """Start the ranks of one allocation: its first nodes train, and all others that answer search.
+
+    Without searchers, all nodes must answer, since all of them train.
+    """
     there = [host for host in job.hosts if host not in missing]
     if job.searchers_per_node == 0:
         if missing:
@@ -230,13 +251,12 @@ def _homogeneous(job: JobState, missing: Sequence[str]) -> str:
 
 
 def spread(ranks: int, hosts: Sequence[str]) -> list[str]:
-    """Return the host of each rank, in blocks as even as possible."""
+    """Return the host of each rank. Ranks of a host are consecutive, and hosts get about equally many."""
     return [hosts[rank * len(hosts) // ranks] for rank in range(ranks)]
 
 
 def _go(job: JobState, nodes: int, searchers: int) -> str:
-    """Write the numbers of ranks to the run's config, and begin an attempt with its logs."""
-    from tba_hpc.core.wording import count
+    """Write the numbers of ranks to the run's config, begin an attempt with its logs, and return ``go``."""
     from tba_hpc.run.directory import RunDir
 
     run = RunDir.open(job.run)
@@ -250,7 +270,12 @@ def _go(job: JobState, nodes: int, searchers: int) -> str:
 
 
 def ended(job: JobState) -> str:
-    """Decide what follows when ranks have ended with status ``code``, after ``failures`` in a row."""
+    """Decide what follows after the ranks have ended with status ``code``.
+
+    Returns ``exit`` if the run is finished, if only the user can solve the problem, or after too many
+    failures in a row. Returns ``queue`` if the job was asked to stop or Slurm is ending it. Otherwise returns
+    ``again`` with the number of failures in a row.
+    """
     if job.finished:
         job.log("finished")
         say(f"the run is finished: {job.run}/report.html")
@@ -258,8 +283,9 @@ def ended(job: JobState) -> str:
     logs = job.run / "logs/latest"
     listing(logs)
     sentence = first_note(logs, "refused")
-    # saved: they were killed on their way out, with their checkpoint complete. unheard: they were asked to
-    # stop before they listened, and ended by any status but a hang's. The leader notes when all are together.
+    # The ranks of a job that was asked to stop have not failed in two cases. saved: they were killed after
+    # their checkpoint was complete. unheard: they ended before they listened to signals, and did not hang.
+    # The leader writes AT_WORK_FILE once all ranks have joined, which comes later.
     saved = _newer(job.run / "checkpoints", "COMPLETE", job.mark("asked"))
     unheard = job.code != 128 + signal.SIGKILL and not sentence and not (logs / AT_WORK_FILE).exists()
     if job.code == 0 or (job.stop and (saved or unheard)):
@@ -281,11 +307,11 @@ def ended(job: JobState) -> str:
 
 
 def leave(job: JobState) -> str:
-    """Send the job back to the queue, unless that is useless or not wanted."""
+    """Return ``queue`` for a job whose ranks have ended, or ``exit`` if a requeue is useless or unwanted."""
     if _for_good(job):
         try:
             _draw(job)
-        except Exception as error:  # the job stops with or without a report
+        except Exception as error:  # the job ends with or without a report
             say(f"the report could not be written ({error}): try tba report {job.run}")
         return job.end()
     idle, goes_on = _count_idle(job), job.requeue != "no" or bool(job.links)
@@ -305,7 +331,7 @@ def leave(job: JobState) -> str:
 
 
 def _count_idle(job: JobState) -> int:
-    """Count the allocations in a row that sealed nothing, without those that a preemption cut short."""
+    """Count the allocations in a row that sealed nothing. Those that a preemption cut short do not count."""
     noted = _read(job.mark("idle")).strip()
     idle = int(noted) if noted.isdecimal() else 0
     seconds_left = float(os.environ.get("TBA_JOB_END", "inf")) - time.time()
@@ -318,7 +344,7 @@ def _count_idle(job: JobState) -> int:
 
 
 def _for_good(job: JobState) -> bool:
-    """Return whether ``tba stop`` has named this job, which then ends."""
+    """Return whether ``tba stop`` has asked this job to end without a requeue."""
     listing(job.run / "slurm")
     note = job.mark("stop")
     if _read(note).strip() != os.environ["SLURM_JOB_ID"]:
@@ -334,7 +360,7 @@ def _read(note: Path) -> str:
 
 
 def _draw(job: JobState) -> None:
-    """Write the report, for which the ranks had no time."""
+    """Write the report of the run, for which the ranks had no time."""
     from tba_hpc.report.page import write_report
     from tba_hpc.run.directory import RunDir
 
@@ -342,9 +368,9 @@ def _draw(job: JobState) -> None:
 
 
 def _progress(job: JobState, mark: str) -> bool:
-    """Return whether this job has sealed a checkpoint or a shard after a mark.
+    """Return whether this job has sealed a checkpoint or a shard since the time of the file ``mark``.
 
-    Shards of elastic searchers do not count: they are sealed even if this job makes no progress.
+    Shards of elastic searchers do not count: these are sealed even if this job makes no progress.
     """
     since = job.mark(mark)
     folders = (job.run / "shards").glob("searcher-*")
@@ -355,7 +381,7 @@ def _progress(job: JobState, mark: str) -> bool:
 
 
 def _newer(folder: Path, pattern: str, mark: Path) -> bool:
-    """Return whether a file below a folder has changed after a mark."""
+    """Return whether a file below ``folder`` is newer than the file ``mark``; False if there is no mark."""
     since = mark.stat().st_mtime_ns if mark.exists() else time.time_ns()
     for file in folder.rglob(pattern):
         with suppress(FileNotFoundError):  # pruned meanwhile
@@ -368,9 +394,10 @@ def _newer(folder: Path, pattern: str, mark: Path) -> bool:
 
 
 def join(job: JobState) -> str:
-    """Admit a job of elastic searchers, unless ``answers`` says that its node fails the health check.
+    """Decide whether a job of elastic searchers starts them on its node.
 
-    ``go`` comes with the name of the job's folder of caches.
+    ``answers`` names the node if it fails the health check. Returns ``go`` with the name of the folder of
+    caches. Returns ``queue`` if the node is unfit, or ``exit`` after too many unfit nodes in a row.
     """
     if job.finished:
         say("the run is finished: there is nothing to search for")
@@ -381,20 +408,23 @@ def join(job: JobState) -> str:
         return "queue" if job.stop else f"go {_caches(job)}"
     unfit = [*_read(note).split(), *(answer[1:] for answer in job.answers)]
     if len(unfit) <= job.relaunches:
-        with suppress(OSError):  # without the note the node is merely not counted
+        with suppress(OSError):  # without the note, this node is not counted
             write_atomic(note, " ".join(unfit))
         return "queue"
-    say(f"giving up: these nodes have failed their check, one after the other: {' '.join(unfit)}")
+    say(f"giving up: these nodes have failed the health check, one after the other: {' '.join(unfit)}")
     note.unlink(missing_ok=True)
     return f"exit {Exit.NO_PROGRESS}"
 
 
 def searched(job: JobState) -> str:
-    """Decide what follows when a node's elastic searchers, after all their restarts, ended with ``code``."""
+    """Decide what follows after all elastic searchers of a node have ended with status ``code``.
+
+    The script has already restarted each of them after crashes. Returns ``exit``, ``queue`` or ``again``.
+    """
     if job.finished:
         say("the run is finished")
         return f"exit {Exit.DONE}"
-    # Preempted by a plain TERM, searchers end with status 0 before the script gets a signal.
+    # If a site preempts jobs with a plain TERM, searchers end with status 0 before the script gets a signal.
     if job.stop or job.ending or job.code == 0:
         return "queue"
     if job.code == Exit.NO_SLOT:
@@ -402,23 +432,23 @@ def searched(job: JobState) -> str:
         return f"exit {Exit.DONE}"
     failures = (0 if job.seconds >= LONG_SECONDS else job.failures) + 1
     say(f"the searchers ended with status {job.code} (failure {failures} in a row)")
-    if job.code != Exit.REFUSED and failures <= job.relaunches:  # srun may fail, before any searcher begins
+    if job.code != Exit.REFUSED and failures <= job.relaunches:  # srun may have failed itself
         return f"again {failures}"
     return f"exit {Exit.REFUSED if job.code == Exit.REFUSED else Exit.NO_PROGRESS}"
 
 
 # --- The command ---
 
-TURNS = {turn.__name__: turn for turn in (begin, start, ended, leave, join, searched)}
+STAGES = {stage.__name__: stage for stage in (begin, start, ended, leave, join, searched)}
 
 
 def main(words: Sequence[str]) -> int:
-    """Run ``TURN RUN KEY=VALUE …`` and print the answer; return the exit status."""
+    """Print what the script does next; return the exit status. words: STAGE RUN KEY=VALUE …"""
     name, job = words[0], JobState.read(Path(words[1]), words[2:])
-    for number in (signal.SIGUSR1, signal.SIGTERM):  # the script passes on what the job is asked
+    for number in (signal.SIGUSR1, signal.SIGTERM):  # the script itself handles them
         signal.signal(number, signal.SIG_IGN)
     try:
-        print(TURNS[name](job))
+        print(STAGES[name](job))
     except ValueError as error:  # ConfigError, OwnedError, DiskFullError
         say(str(error))
         return Exit.REFUSED

@@ -84,10 +84,10 @@ def test_a_good_set_up_is_one_world(cluster: Cluster, tmp_path: Path, doctor: Do
 def test_the_wrong_plugin_is_named(cluster: Cluster, doctor: Doctor) -> None:
     status, findings = doctor(cluster, "--launch", mpi="pmi2", hetjob=False)
     assert status == 1
-    assert "mpi: pmi2 is not for Open MPI" in findings["MPI plugin"]["found"]
+    assert "mpi: pmi2 does not fit Open MPI" in findings["MPI plugin"]["found"]
     world = findings["one MPI world"]
     assert world["level"] == "problem"
-    assert world["found"] == "srun --mpi=pmi2 started 4 ranks, each in a world of its own"
+    assert world["found"] == "srun --mpi=pmi2 started 4 ranks, each in an MPI world of its own"
     assert world["remedy"] == "set mpi: pmix in the site file"
 
 
@@ -212,13 +212,14 @@ def test_what_would_fail_is_refused_in_a_sentence(
 ) -> None:
     refusals = {
         ("--set", "model.path=/no/model"): "model.path=/no/model does not exist",
-        ("--nodes", "7"): "7 nodes are asked of partition main, but it has TotalNodes=6",
+        ("--nodes", "7"): "the job needs 7 nodes of partition main, which has TotalNodes=6",
         ("--run-root", str(read_only)): f"cannot write to {read_only}: Read-only file system",
-        ("--time", "2-00:00:00"): "time: 2-00:00:00 is beyond MaxTime=1-00:00:00 of partition main",
+        ("--time", "2-00:00:00"): "time: 2-00:00:00 is more than MaxTime=1-00:00:00 of partition main",
         ("--set", "task.name=gsm8k"): (
-            f"nothing whole of task.name=gsm8k, data=openai/gsm8k (main) is in {tmp_path}/cache (HF_HOME), "
-            "where ranks look, and HF_HUB_OFFLINE=1 forbids them to ask the hub: where there is a network, "
-            f"type: tba fetch {tmp_path}/config.yaml --site {tmp_path}/site.yaml --set task.name=gsm8k"
+            f"{tmp_path}/cache (HF_HOME), where ranks look, has no complete copy of task.name=gsm8k, "
+            "data=openai/gsm8k (main), and HF_HUB_OFFLINE=1 forbids them to download anything: "
+            f"where there is a network, type: tba fetch {tmp_path}/config.yaml --site {tmp_path}/site.yaml "
+            "--set task.name=gsm8k"
         ),
     }
     large = _write(tmp_path / "large.yaml", SITE | {"gpus_per_node": 8})
@@ -259,12 +260,12 @@ def test_elastic_jobs_are_checked_before_submission(
     weights = tmp_path / "cache/hub/models--org--model/snapshots/abc/model.safetensors"
     weights.rename(tmp_path / "elsewhere")
     refused = lend("--nodes", "1")
-    assert refused.returncode == 2 and "nothing whole of model.path=org/model is in" in refused.stderr
+    assert refused.returncode == 2 and "has no complete copy of model.path=org/model" in refused.stderr
     assert f"type: tba fetch {run.path} --site {tmp_path}/site.yaml" in refused.stderr
     (tmp_path / "elsewhere").rename(weights)
     with main_partition(cluster, "MaxTime=1-0", "MaxTime=UNLIMITED"):
         refused = lend("--nodes", "1", "--time", "2-00:00:00")
-    assert refused.returncode == 2 and "is beyond MaxTime=1-00:00:00 of partition main" in refused.stderr
+    assert refused.returncode == 2 and "is more than MaxTime=1-00:00:00 of partition main" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1 and not cluster.run("squeue", "--noheader")
     with main_partition(cluster, "State=DOWN", "State=UP"):
         lent = lend("--nodes", "1", "--json")

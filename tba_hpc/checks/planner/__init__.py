@@ -1,7 +1,7 @@
-"""``tba plan``: estimates whether a run fits on given GPUs, and names keys that make it smaller.
+"""``tba plan``: estimates whether a run fits on given GPUs, and names config keys that reduce its memory.
 
-It is arithmetic on a config: it starts nothing and imports neither torch nor a model. ``launch.plan`` is
-something else: it decides which nodes of a job do what.
+The estimate is computed from the config alone: it starts nothing, and needs neither torch nor the model's
+weights. ``launch.plan`` is a different thing: it splits the nodes of a job between the roles.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from tba_hpc.launch.plan import Site, load_site, plan
 from tba_hpc.report.tables import Terminal
 
 DEFAULT_GPU = "h100-80"
+"""Name of the GPU to plan for if neither the user nor the site names one."""
 
 CAVEAT = "Computed from the config and from data sheets, not measured."
+"""Last line of each estimate, before its verdict."""
 
 SAVES = {
     TRAINER: "train.gradient_checkpointing=true, a smaller train.tokens_per_micro_batch, train.zero_stage=3 "
@@ -35,7 +37,7 @@ SAVES = {
     SEARCHER: "a smaller generator.gpu_memory_utilization or generator.kv_cache_mb, or several GPUs for an "
     "engine (generator.tensor_parallel)",
 }
-"""Keys with which a rank takes less of a GPU's memory."""
+"""Config keys that reduce the GPU memory of a rank, by role."""
 
 
 def plan_run(
@@ -50,17 +52,20 @@ def plan_run(
 ) -> bool:
     """Print the estimate of a run; return whether it fits.
 
-    site: the cluster; a run larger than a node has trainers and searchers on separate nodes. gpu: None means
-    the kind that the site requests, else DEFAULT_GPU. gpus: number on this machine. nodes: number of the job,
-    whose split then gives the ranks. Raises ConfigError.
+    site: site file, or None for one machine. A run that is larger than a node of the site has trainers and
+    searchers on separate nodes. gpu: name of the GPU; None means the kind that the site requests, else
+    DEFAULT_GPU. gpus: number of GPUs of the machine; None means as many as the ranks need. nodes: number of
+    nodes of a job, from which the numbers of ranks follow; None takes them from the config. prompt_tokens:
+    mean length of prompts; None for an assumption. Raises ConfigError for options that contradict each other
+    or an unknown model.
     """
     if site is None and nodes is not None:
-        raise ConfigError(f"--nodes {nodes} says nothing without a cluster: name it with --site")
+        raise ConfigError(f"--nodes {nodes} has no meaning without a cluster: add --site")
     cluster = load_site(site) if site else None
     if cluster and gpus:
-        raise ConfigError(f"--gpus {gpus} contradicts --site, whose gpus_per_node says it: leave one out")
+        raise ConfigError(f"--gpus {gpus} contradicts --site, whose gpus_per_node counts: remove one of them")
     if cluster and not cluster.gpus_per_node:
-        raise ConfigError(f"the site {site} has gpus_per_node=0: there is no GPU to plan for")
+        raise ConfigError(f"the site {site} has gpus_per_node=0: choose one with GPUs")
     if cluster and nodes:
         split = plan(config, cluster, nodes)
         config = parse_config(config.model_dump(mode="json", exclude_unset=True), split.overrides)
@@ -83,13 +88,13 @@ def plan_run(
 
 
 def _gpu_of(site: Site | None) -> Gpu:
-    """Return the largest kind of GPU that the site's GPU request names; DEFAULT_GPU if it names none."""
+    """Return the GPU that the site's gpu_request names, the largest if several match, else DEFAULT_GPU."""
     named = gpus_named(site.gpu_request or "") if site else []
     return max(named, key=lambda gpu: gpu.memory, default=GPUS[DEFAULT_GPU])
 
 
 def as_values(config: Config, found: Estimate) -> dict[str, Any]:
-    """Return all that is printed as plain values; sizes in bytes."""
+    """Return the estimate as plain values for JSON; sizes in bytes."""
     return asdict(found) | {
         "devices": [{"holds": device.name, **asdict(device)} for device in found.devices],
         "notes": _notes(config),
@@ -138,7 +143,7 @@ def _verdict(config: Config, found: Estimate) -> Iterator[str]:
 
 
 def _notes(config: Config) -> list[str]:
-    """Return notes on the run that do not concern the memory of a GPU."""
+    """Return notes on the run that do not concern GPU memory."""
     beyond, k = beyond_tuned(config), config.train.score_centering
     notes = [": ".join(beyond)] if beyond else []
     if k:

@@ -1,4 +1,4 @@
-"""Estimates whether a run fits on given GPUs, before it starts."""
+"""Estimates the memory that a run needs on each GPU, and whether the run fits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from tba_hpc.checks.planner.memory import KV_CACHE, Items, Workload, searcher_it
 from tba_hpc.config import Config, ConfigError
 
 MARGIN = 0.03
-"""Share of a GPU's memory left for fragmentation and for what is not counted."""
+"""Share of a GPU's memory that stays free, for fragmentation and for what the estimate omits."""
 
 TRAINER, SEARCHER = "trainer", "searcher"
+"""Names of ranks in an estimate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """GPUs that hold the same ranks. problem: why these ranks do not fit, else empty."""
+    """A number of GPUs that all hold the same ranks.
+
+    count: number of these GPUs. ranks: names of the ranks on each. bytes: memory that is needed on each.
+    problem: why the ranks do not fit, in a sentence, or "".
+    """
 
     count: int
     ranks: tuple[str, ...]
@@ -28,15 +33,18 @@ class Device:
 
     @property
     def name(self) -> str:
-        """Ranks as text, such as ``trainer + 2 × searcher``."""
+        """Description of the ranks, such as ``trainer + 2 × searcher``."""
         return _named(self.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """The whole estimate; sizes in bytes. items: by name of a rank. prompt_tokens: mean per prompt.
+    """The estimate of a run.
 
-    micro_batch_tokens: with the longest completions. cache_tokens: per engine.
+    gpu: name of the GPU. parameters: number of weights of the policy. adapter: number of weights of its LoRA
+    adapter, 0 for none. prompt_tokens: mean length of prompts. micro_batch_tokens: tokens in a micro-batch if
+    all completions have the maximum length. cache_tokens: tokens in the KV cache of an engine. items: memory
+    of a rank by purpose in bytes, by name of the rank. devices: all GPUs that hold ranks.
     """
 
     gpu: str
@@ -66,10 +74,10 @@ def estimate(
 ) -> Estimate:
     """Estimate the memory of a run.
 
-    gpus: number per node; None means as many as the ranks need. spread: trainers and searchers have separate
-    nodes, as in a Slurm job. Otherwise all ranks are on one node, and share GPUs if there are too few.
-    prompt_tokens: as for ``Workload.of``. Raises ConfigError if a model is unknown, the GPU lacks its dtype,
-    or there are no searchers.
+    gpus: number of GPUs per node; None means as many as the ranks need. spread: whether trainers and
+    searchers have separate nodes, as in a Slurm job. Otherwise all ranks are on one node, and share GPUs if
+    there are too few. prompt_tokens: as for ``Workload.of``. Raises ConfigError if a model is unknown, if the
+    GPU lacks the dtype of the policy, or if there are no searchers.
     """
     _require(config, gpu)
     work = Workload.of(config, prompt_tokens=prompt_tokens)
@@ -96,8 +104,8 @@ def estimate(
 def _require(config: Config, gpu: Gpu) -> None:
     if not config.launch.searchers:
         raise ConfigError(
-            "launch.searchers=0 leaves no searcher to estimate: plan with --set launch.searchers=N, as many "
-            "elastic searchers as will join"
+            "launch.searchers=0 leaves no searcher to estimate: add --set launch.searchers=N, where N is the "
+            "number of elastic searchers that will join"
         )
     if config.model.dtype == "bfloat16" and not gpu.bf16:
         raise ConfigError(
@@ -110,7 +118,10 @@ def _require(config: Config, gpu: Gpu) -> None:
 
 
 def _placed(trainers: int, engines: int, gpus: int, *, spread: bool) -> Counter[tuple[str, ...]]:
-    """Number of GPUs per set of ranks. An engine's GPUs all count as its fullest."""
+    """Return the number of GPUs that hold each combination of ranks.
+
+    gpus: number of GPUs of the node. Each GPU of an engine counts like the fullest one.
+    """
     ranks = [TRAINER] * trainers + [SEARCHER] * engines
     if spread:
         return Counter((rank,) for rank in ranks)
@@ -126,8 +137,8 @@ def _device(ranks: tuple[str, ...], number: int, items: dict[str, Items], gpu: G
     problem = ""
     if used > room:
         problem = (
-            f"would need {used / GIB:.1f} GiB, and {room / GIB:.1f} of its {gpu.memory:g} GiB can be counted "
-            f"on: {(used - room) / GIB:.1f} GiB too much"
+            f"would need {used / GIB:.1f} GiB, but {room / GIB:.1f} of its {gpu.memory:g} GiB are usable: "
+            f"{(used - room) / GIB:.1f} GiB too much"
         )
     elif SEARCHER in ranks:
         engine = sum(size for name, size in items[SEARCHER].items() if name.startswith("engine"))
@@ -138,7 +149,11 @@ def _device(ranks: tuple[str, ...], number: int, items: dict[str, Items], gpu: G
 
 
 def _engine_problem(cache: float, others: float, gpu: Gpu, work: Workload, *, shared: bool) -> str:
-    """Return why an engine would not start although everything fits, or "". others: bytes of all else."""
+    """Return why an engine would not start although the memory suffices, or "" if it would.
+
+    cache: bytes of its KV cache. others: bytes that all but the engine need on the GPU. shared: whether other
+    ranks are on the GPU.
+    """
     generator, longest = work.config.generator, work.config.model.context_length
     heads, ranks, free = work.policy.heads, generator.tensor_parallel, generator.gpu_memory_utilization
     if heads % ranks:
@@ -148,17 +163,17 @@ def _engine_problem(cache: float, others: float, gpu: Gpu, work: Workload, *, sh
         )
     if cache < (least := longest * work.cache_bytes):
         return (
-            f"has too little: a KV cache of {cache / GIB:.2f} GiB does not hold one sequence of {longest:,} "
-            f"tokens ({least / GIB:.2f} GiB), which vLLM requires"
+            f"has too little memory: a KV cache of {cache / GIB:.2f} GiB does not hold one sequence of "
+            f"{longest:,} tokens ({least / GIB:.2f} GiB), as vLLM requires"
         )
     if shared and generator.kv_cache_mb is None:
         return (
-            "gives each engine an unpredictable KV cache, measured while the others start: set "
-            "generator.kv_cache_mb"
+            "would give each engine a KV cache of unpredictable size, since its ranks start at the same "
+            "time: set generator.kv_cache_mb"
         )
     if others + free * gpu.bytes > gpu.bytes:
         return (
-            "cannot start an engine: vLLM wants generator.gpu_memory_utilization of it, "
-            f"{free * gpu.memory:.1f} GiB, free, and all else takes {others / GIB:.1f} GiB"
+            f"cannot start an engine: vLLM needs {free * gpu.memory:.1f} GiB free "
+            f"(generator.gpu_memory_utilization), but everything else takes {others / GIB:.1f} GiB"
         )
     return ""

@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A kind of GPU. memory: GiB that a program finds. bf16: dense TFLOP/s, 0 without bfloat16."""
+    """A kind of GPU. memory: GiB that programs can use. bf16: dense TFLOP/s in bfloat16, 0 for none."""
 
     name: str
     memory: float
@@ -43,17 +43,20 @@ GPUS = {
         Gpu("h200-141", 139.7, 989),
     )
 }
-"""GPUs by name, smallest memory first. An MI250X counts as the two GPUs that programs see."""
+"""GPUs by name, those with least memory first. An MI250X counts as two GPUs, as programs see it."""
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return a GPU by its name. Raises ConfigError."""
+    """Return the GPU of this name. Raises ConfigError, with all names, if there is none."""
     if name not in GPUS:
         raise ConfigError(f"--gpu {name} is not known: valid are {', '.join(GPUS)}")
     return GPUS[name]
 
 
 def gpus_named(text: str) -> list[Gpu]:
-    """Return GPUs whose kind is a word in a driver's or a request's text: "a100" does not name an A10."""
+    """Return the GPUs whose kind is a word of ``text``: "a100" does not name an A10.
+
+    text: name of a GPU as its driver gives it, or an option that requests GPUs.
+    """
     words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=rtx) |(?<=6000) (?=ada)", "", text.lower()))
     return [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in words]

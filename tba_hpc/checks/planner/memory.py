@@ -1,6 +1,7 @@
-"""GPU memory in bytes by item, for a trainer rank, and for a searcher's engine and the models beside it.
+"""Memory of a trainer rank and of a searcher on their GPUs, in bytes by purpose.
 
-All estimates assume the longest completions, since an untrained policy fills every group with them.
+A searcher's GPU holds an engine, and beside it the reference and the models of the task. All estimates assume
+completions of the maximum length, since an untrained policy often writes such completions.
 """
 
 from __future__ import annotations
@@ -20,32 +21,38 @@ from tba_hpc.core.model_shapes import (
 )
 
 READERS = {"reward_model": 32, "gold_model": 32, "classifier": 64, "guard": 16, "embedder": 32}
-"""Default batch by task option that names a model which reads whole texts on the searcher's GPU."""
+"""Default batch size of each model that reads whole texts on a searcher's GPU, by the task option that names
+it."""
 
 CONTEXT, NCCL = 0.6 * GIB, 0.5 * GIB
-"""Bytes that CUDA takes for each process, and NCCL's buffers if there are several trainer ranks."""
+"""Bytes of a process's CUDA context, and of NCCL's buffers if there are several trainer ranks."""
 
 ENGINE_RUNTIME = 1.5 * GIB
 """Bytes of an engine's CUDA context, graphs and workspaces."""
 
 BUCKET, LIVE = 128 << 20, 10**9
-"""Largest number of weights in one gradient reduction (deepspeed_settings.BUCKET_ELEMENTS), and of those that
-ZeRO-3 keeps gathered at once (DeepSpeed's default)."""
+"""Maximum number of weights in one reduction of gradients (deepspeed_settings.BUCKET_ELEMENTS), and of
+weights that ZeRO-3 keeps gathered at the same time (DeepSpeed's default)."""
 
 BATCHED_TOKENS, LARGE_GPU = 8192, 70
-"""Largest number of tokens in an engine's step (vLLM's default); GPU memory, GiB, that doubles it."""
+"""Maximum number of tokens in a step of an engine (vLLM's default), and GPU memory in GiB from which it is
+twice as large."""
 
 KV_CACHE = "engine: KV cache"
+"""Name of an engine's KV cache among the items of a searcher."""
 
 Items = dict[str, float]
+"""Bytes by purpose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Work that a config gives its ranks. prompt: mean tokens. adapter: LoRA weights, 0 for none.
+    """What the memory of the ranks depends on: models, and lengths of prompts and completions.
 
-    readers: models that read whole texts, by the task option (READERS) that names them. victim: model of the
-    red-teaming task. embedder: model of the trainer's buffer.
+    adapter: number of weights of the LoRA adapter, 0 for none. readers: models that read whole texts, by the
+    task option that names them (READERS). victim: model that the red-teaming task attacks, or None. embedder:
+    model with which the trainer's buffer recognises duplicates, or None. prompt: mean length of prompts,
+    tokens.
     """
 
     config: Config
@@ -58,9 +65,9 @@ class Workload:
 
     @classmethod
     def of(cls, config: Config, *, prompt_tokens: float | None = None) -> Workload:
-        """Derive the work from a config. Raises ConfigError.
+        """Derive the workload from a config. Raises ConfigError if a model is unknown.
 
-        prompt_tokens: mean length of prompts; None: a quarter of the longest possible prompt.
+        prompt_tokens: mean length of prompts; None means a quarter of the longest possible prompt.
         """
         longest, options = config.generator.max_tokens, config.task.options
         room = config.model.context_length - longest
@@ -88,41 +95,47 @@ class Workload:
 
     @property
     def policy_bytes(self) -> float:
-        """Bytes of the policy in the dtype in which it computes and is served."""
+        """Bytes of all weights of the policy, in the dtype in which it computes."""
         return self.weight_bytes * self.policy.parameters
 
     @property
     def trained(self) -> int:
-        """Number of weights that have gradients and optimizer state and are published."""
+        """Number of weights that are trained and published: the adapter's, or all."""
         return self.adapter or self.policy.parameters
 
     @property
     def sequences_per_rank(self) -> float:
-        """Sequences per optimizer step that one trainer rank learns from."""
+        """Number of sequences per optimizer step of one trainer rank."""
         train = self.config.train
         return train.prompts_per_step * train.completions_per_prompt / self.config.launch.trainers
 
     @property
     def sequences(self) -> int:
-        """Sequences that an engine works on at once."""
+        """Number of sequences that an engine generates at the same time."""
         generator = self.config.generator
         return generator.prompts_in_flight * generator.completions_per_prompt
 
     @property
     def cache_bytes(self) -> float:
-        """KV cache bytes per token on one GPU of an engine; GPUs beyond the key-value heads hold copies."""
+        """Bytes of KV cache per token on one GPU of an engine.
+
+        If an engine has more GPUs than the model has key-value heads, the surplus GPUs hold copies.
+        """
         ranks = min(self.config.generator.tensor_parallel, self.policy.key_value_heads)
         return self.policy.kv_bytes(self.weight_bytes) / ranks
 
     @property
     def trainer_reads_reference(self) -> bool:
-        """True if a trainer rank loads reference weights; an adapter is just switched off for its base."""
+        """True if a trainer rank loads the weights of a reference.
+
+        The frozen reference of an adapter needs none: it is the policy with the adapter switched off.
+        """
         train = self.config.train
         return train.trainer_has_reference and not (self.adapter and train.reference.name == "frozen")
 
     @property
     def micro_batch(self) -> float:
-        """Tokens in a micro-batch of the longest completions; a prompt counts with each of its sequences."""
+        """Number of tokens in a micro-batch, prompts included, if all completions have the maximum length."""
         train, length = self.config.train, self.prompt + self.config.generator.max_tokens
         group = train.completions_per_prompt * length
         tokens = train.tokens_per_micro_batch or max(group, default_micro_batch(self.kept_bytes, "cuda"))
@@ -130,13 +143,16 @@ class Workload:
 
     @property
     def kept_bytes(self) -> float:
-        """Bytes of activations per token of a micro-batch that are kept for the backward pass."""
+        """Bytes of activations that are kept for the backward pass, per token of a micro-batch."""
         checkpointing = self.config.train.gradient_checkpointing
         return kept_bytes(self.policy, self.weight_bytes, checkpointing=checkpointing)
 
 
 def trainer_items(work: Workload) -> Items:
-    """Memory of a trainer rank at its peak: in the backward pass, the optimizer or the reference."""
+    """Return the memory of a trainer rank at its peak, in bytes by purpose.
+
+    The peak is in the backward pass, in the optimizer or while the reference reads a micro-batch.
+    """
     config, size, weights = work.config, work.weight_bytes, work.trained
     ranks, stage = config.launch.trainers, config.train.zero_stage
     items = {"weights": work.policy_bytes / (ranks if stage == 3 else 1)}
@@ -162,7 +178,7 @@ def trainer_items(work: Workload) -> Items:
 
 
 def _backward_items(work: Workload) -> Items:
-    """Memory of a micro-batch's activations, including the output layer's."""
+    """Return the memory of the forward and backward pass of a micro-batch, in bytes by purpose."""
     shape, size, longest = work.policy, work.weight_bytes, work.config.generator.max_tokens
     tokens = work.micro_batch
     scored = tokens * longest / (work.prompt + longest)
@@ -176,7 +192,10 @@ def _backward_items(work: Workload) -> Items:
 
 
 def searcher_items(work: Workload, gpu: Gpu) -> Items:
-    """Memory of a searcher on its fullest GPU, which holds all other models beside the engine."""
+    """Return the memory of a searcher on its fullest GPU, in bytes by purpose.
+
+    This GPU holds the reference and the models of the task beside its share of the engine.
+    """
     generator, shape, size = work.config.generator, work.policy, work.weight_bytes
     options, ranks = work.config.task.options, generator.tensor_parallel
     weights = work.policy_bytes / ranks
@@ -203,13 +222,13 @@ def searcher_items(work: Workload, gpu: Gpu) -> Items:
 
 
 def _scoring_bytes(work: Workload, tokens: float) -> float:
-    """Bytes that a model like the policy needs to read ``tokens`` tokens."""
+    """Return the bytes that a model of the policy's shape needs for a forward pass over ``tokens`` tokens."""
     shape = work.policy
     each = work.weight_bytes * (4 * shape.hidden + 3 * shape.inner * shape.experts_per_token)
     return tokens * each + 2 * min(CHUNK_BYTES["cuda"], 4 * tokens * shape.vocabulary)
 
 
 def _reader_bytes(shape: Shape, batch: int) -> float:
-    """Bytes of a model that reads texts, in its files' dtype, with a batch of texts of 512 tokens each."""
+    """Return the bytes of a model, in its files' dtype, that reads ``batch`` texts of 512 tokens at once."""
     working = batch * 512 * (6 * shape.hidden + 3 * shape.inner)
     return shape.disk_bytes * (shape.parameters + working)

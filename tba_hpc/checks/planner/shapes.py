@@ -1,7 +1,8 @@
-"""Shape of the model that a config names, and size of its adapter.
+"""Shape of the model that a config names: numbers of layers, heads and so on. Also the size of its adapter.
 
-The model's config.json comes from a folder or the Hugging Face cache. Else it is known here by the model's
-name, or comes from the hub. Neither torch nor transformers is imported.
+The shape is read from the model's config.json, in its folder or the cache of Hugging Face. For a model that
+is not there it comes from ``known_models.yaml``, or else from the hub. Neither torch nor transformers is
+imported.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from tba_hpc.config.plain_yaml import read_yaml
 from tba_hpc.core.model_shapes import Shape, shape_of
 
 KNOWN = Path(__file__).with_name("known_models.yaml")
-"""Fields of config.json of the models that shipped configs name, by name."""
+"""File with the fields of config.json for the models that shipped configs name."""
 
 
 def adapter_weights(shape: Shape, lora: LoraSection, path: str) -> int:
-    """Count the weights of a LoRA adapter. Raises ConfigError if a target names no linear layer."""
+    """Return the number of weights of a LoRA adapter. Raises ConfigError if a target is no linear layer.
+
+    path: model.path, for the error.
+    """
     layers = shape.linear_layers
     wanted = {target.rpartition(".")[2] for target in lora.targets or layers}
     unknown = sorted(wanted - layers.keys())
@@ -34,7 +38,10 @@ def adapter_weights(shape: Shape, lora: LoraSection, path: str) -> int:
 
 
 def load_shape(path: str, key: str = "model.path") -> Shape:
-    """Load the shape of a folder or hub name. key: its config key, for errors. Raises ConfigError."""
+    """Return the shape of a model. Raises ConfigError if it cannot be found or is of an unknown kind.
+
+    path: folder or name on the hub. key: config key that names the model, for errors.
+    """
     fields = _fields(path, key)
     try:
         return shape_of(fields)
@@ -46,7 +53,7 @@ def load_shape(path: str, key: str = "model.path") -> Shape:
 
 
 def _fields(path: str, key: str) -> dict[str, Any]:
-    """Return a model's config.json: a local one, else that in KNOWN, else a download. Raises ConfigError."""
+    """Return the fields of a model's config.json, from this machine, KNOWN or the hub. Raises ConfigError."""
     file = find_file(path, "config.json", os.environ)
     if file is None and (known := read_yaml(KNOWN.read_text(encoding="utf-8")).get(path)):
         return dict(known)
@@ -55,20 +62,20 @@ def _fields(path: str, key: str) -> dict[str, Any]:
 
 
 def _downloaded(path: str, key: str) -> Path:
-    """Download the config.json of a hub name. Raises ConfigError."""
+    """Download the config.json of a model on the hub; return its path. Raises ConfigError if that fails."""
     reason = "no such file"
     if not is_local(path):
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
         try:
-            # Fails at once, where hf_hub_download retries noisily for half a minute.
+            # Without a network this line fails at once; hf_hub_download would retry for half a minute.
             get_hf_file_metadata(hf_hub_url(path, "config.json"))
             return Path(hf_hub_download(path, "config.json", cache_dir=hub_cache(os.environ)))
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
         except Exception as error:  # from the hub's HTTP library
             reason = f"the hub cannot be reached: {error}"
-    download = "" if is_local(path) else f", or run `hf download {path} config.json` where there is a network"
+    fetch = "" if is_local(path) else f", or type 'hf download {path} config.json' where there is a network"
     raise ConfigError(
-        f"{key}={path} has no config.json that can be read ({reason}): give a model's folder{download}"
+        f"{key}={path} has no config.json that can be read ({reason}): give a model's folder{fetch}"
     )
