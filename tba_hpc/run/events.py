@@ -34,7 +34,7 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
     signal      the batch script, or ``tba run``, was asked to stop
     requeue     the batch script puts its job back into the queue
     unreachable ``nodes`` do not answer
-    unhealthy   ``nodes`` failed the check before a start twice, so the job excludes them from now on
+    unhealthy   ``nodes`` failed the check before a start, so the job excludes them from its next start
     draining    ``nodes`` are about to be drained, so the job leaves them
     hung        srun did not end when its job step had ended, and was killed
     orphan      a job step from before the last requeue still ran, and was cancelled
