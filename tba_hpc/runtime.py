@@ -425,7 +425,10 @@ def _serve(*arguments: Any, seed: int, **keywords: Any) -> Victim:
 
 
 def started(config: Config, searcher: int) -> dict[str, Value]:
-    """Return the metrics record of a searcher's start. Its place is in it if that is not its number."""
+    """Return the metrics record of a searcher's start, with the number of places.
+
+    searcher: number of the searcher. If its place differs from its number, the record also has ``place``.
+    """
     place = config.launch.place_of(searcher)
     own = {"place": place} if place != searcher else {}
     return {"event": "started", "searchers": config.launch.places, **own}

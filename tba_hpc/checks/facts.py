@@ -101,9 +101,10 @@ class SlurmFacts:
         return next((p for p in self.partitions.values() if p.get("Default") == "YES"), None)
 
     def used(self, site: Site) -> tuple[Mapping[str, str], ...]:
-        """Return the partitions that a job on ``site`` would use, as far as they exist.
+        """Return the fields of each partition that a job on ``site`` would use, as ``scontrol`` names them.
 
-        Slurm itself refuses a job for a missing one.
+        A role without a partition uses Slurm's default one. Partitions that do not exist are left out,
+        because Slurm itself refuses a job that names one.
         """
         roles = (site.trainer, site.searcher) if site.hetjob else (site.trainer,)
         names = dict.fromkeys(role.partition or site.partition for role in roles)

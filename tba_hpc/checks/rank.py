@@ -25,7 +25,7 @@ NBYTES = 128 << 20
 
 
 def join_trial(directory: RunDir, role: Role) -> None:
-    """Run one rank of the trial job, until it has written its findings.
+    """Run a rank of the trial job (``tba doctor --launch``): check node and MPI world, write findings.
 
     directory: run directory of the trial. Raises ConfigError if the MPI world is not as planned, and
     ExchangeError with the names of missing ranks.

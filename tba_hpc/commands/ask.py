@@ -166,7 +166,7 @@ def _converse(task: Task, request: Request, model: HfAnswers, stop: Sequence[str
 
 
 def _serve(model: ModelSection, generator: GeneratorSection, **_: object) -> Victim:
-    """Refuse to serve a further model by vLLM, which some tasks need. Raises ConfigError."""
+    """Raise ConfigError: some tasks need a further model, and ``tba ask`` does not serve one."""
     raise ConfigError(f"the task needs {model.path}, which is not served here: add --plain or --chat")
 
 

@@ -263,7 +263,10 @@ def again(submission: Submission, run: RunDir) -> str:
 
 
 def _typed() -> list[object]:
-    """Return how the user called this program, ``tba submit`` or tools/submit.py, with an absolute path."""
+    """Return the words before the options of a command like the user's: ``tba submit`` or tools/submit.py.
+
+    The paths in them are absolute, so that the command works in any folder.
+    """
     program = Path(sys.argv[0]).absolute()
     if program.name == "__main__.py":
         return [sys.executable, "-P", "-m", "tba_hpc", "submit"]

@@ -210,7 +210,11 @@ def _commands(ready: Ready) -> dict[str, str]:
 
 
 def tell(done: dict[str, Any]) -> None:
-    """Print what was done, as of ``_done``: the job, commands that the user may want next, and warnings."""
+    """Print what a submission did: the job, commands that the user may want next, and warnings (on stderr).
+
+    done: ``job``, ``run``, ``why``, ``commands`` and ``warnings``. If ``job`` is None, the run was finished
+    already, and only that is printed.
+    """
     if done["job"] is None:
         print(
             f"finished already, nothing to submit: {done['run']}/summary.json\nanother run: --set run.name=…"

@@ -373,8 +373,8 @@ class TrainSection(Section):
     """β of the target policy π* ∝ π_ref·exp(r/β): a number, or a schedule of values by step such as
     {0: 1.0, 128: 0.05}, linear between them and constant after the last."""
     target_temperature: Schedule = Field(1.0, validate_default=True)
-    """T in the target policy π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T); a higher T makes π* flatter. A number or a
-    schedule, as for beta."""
+    """T in the target policy π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T), where γ is reference_temperature and β is
+    beta. A higher T makes π* flatter. A number or a schedule, as for beta."""
     reference_temperature: Schedule = Field(1.0, validate_default=True)
     """γ in the formula under target_temperature; a higher γ gives π_ref less weight. A number or a schedule,
     as for beta."""

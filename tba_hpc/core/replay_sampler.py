@@ -160,9 +160,11 @@ class _Draw:
             self._waiting.append(prompt)
 
     def draw(self, rng: np.random.Generator, taken: set[int], useful: Callable[[int], bool]) -> int | None:
-        """Draw a prompt that is ``useful`` and not ``taken``; return None if there is none.
+        """Draw a random prompt that is ``useful`` and not ``taken``; return its id, or None if there is none.
 
-        Taken prompts keep their turn in this pass.
+        Prompts that this pass has not yet drawn come first; if none of them will do, the next pass begins.
+        Taken prompts that are met keep their place, so that they can be drawn later. Prompts that are met and
+        not useful are dropped until ``add`` adds them again.
         """
         prompt = self._pick(self._waiting, rng, taken, useful)
         if prompt is None and (prompt := self._pick(self._drawn, rng, taken, useful)) is not None:

@@ -594,7 +594,10 @@ class Shard:
 
     @property
     def request_ids(self) -> np.ndarray:
-        """Ids of the requests that the shard completes, int64: first those with trajectories, in order."""
+        """Ids of the requests that the shard completes, int64.
+
+        First those of its trajectories, in the order of these, then those in ``set_aside``.
+        """
         return np.append(self.trajectories.request_ids, np.array(self.set_aside, np.int64))
 
 

@@ -353,7 +353,10 @@ class Engine:
         return str(self._loads) if self._keeps_kv else None
 
     def _renew_salts(self) -> None:
-        """Give the new salt to requests without computed tokens, which are new or were preempted."""
+        """Give the present ``_salt`` to requests without computed tokens, so that none finds an older prefix.
+
+        Such requests are new or were preempted.
+        """
         for request in self._scheduler.requests.values():
             if request.num_computed_tokens == 0:
                 request.cache_salt = self._salt
@@ -415,7 +418,11 @@ class WeightLoader:
     """Memory maps of the files with published weights, kept for the next load."""
 
     def rendezvous(self) -> str:
-        """Return the path of the file by which the workers met; if they met otherwise, it names no file."""
+        """Return the path of the file by which torch's workers met, for deletion.
+
+        If they met by other means, the result is the address that they used, such as tcp://…, and no file has
+        that name.
+        """
         return str(self.distributed_init_method).removeprefix("file://")  # type: ignore[attr-defined]
 
     def base_mismatch(self, layout: str) -> str:

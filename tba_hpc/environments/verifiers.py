@@ -97,7 +97,11 @@ class Rollout:
             raise ValueError("the rollout begins differently from its row: write the rows again")
 
     def step(self, messages: Sequence[Message]) -> tuple[list[Message], bool, float]:
-        """Send the model's turn to the rollout. Returns new messages, whether it has ended, and reward 0."""
+        """Send the model's turn, the last of ``messages``, to the rollout, and wait for what follows.
+
+        Returns new messages, whether the rollout has ended, and reward 0, because ``get_reward`` returns the
+        reward.
+        """
         thought, _, said = str(messages[-1]["content"]).rpartition("</think>")
         calls = [call for call in parse_calls(said) if isinstance(call, Call)]
         wire = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]

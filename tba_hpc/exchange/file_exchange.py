@@ -314,7 +314,10 @@ class FileTrainerExchange:
         return [entry for entry in entries if entry in needed]
 
     def _remove_superseded(self) -> None:
-        """Delete the files of weights that are no longer listed."""
+        """Delete the files of weights, or of changes of weights, that the manifest no longer lists.
+
+        Errors of the file system are ignored: the next change of the manifest tries again.
+        """
         needed = {entry.file for entry in self._manifest.entries}
         with suppress(OSError):  # the next change tries again
             for name in listing(self._folder):

@@ -216,9 +216,9 @@ def _number(group: h5py.h5g.GroupID, name: str) -> int:
 
 
 def _array(group: h5py.h5g.GroupID, name: bytes, room: int) -> np.ndarray:
-    """Read an array. Raises TypeError unless its numbers lie in one piece in this file of ``room`` bytes.
+    """Read an array. Raises TypeError unless it is stored in one piece within this file.
 
-    HDF5 by itself would also follow links and read arrays from other files.
+    room: size of the file, bytes. HDF5 by itself would also follow links and read arrays from other files.
     """
     if group.links.get_info(name).type != h5py.h5l.TYPE_HARD:
         raise TypeError(f"{name.decode()} is a link")
@@ -243,7 +243,12 @@ def _header(kind: str, body: memoryview, schema: int) -> bytes:
 
 
 def _verify(path: Path, kind: str, data: bytes) -> int:
-    """Return the schema of a file. Raises ShardError unless every byte of ``data`` is as it was written."""
+    """Return the schema that a file's first line states, the version of its layout (see SCHEMA).
+
+    path: of the file, for errors. kind: what it must hold, ``shard`` or ``arrays``. data: all its bytes.
+    Raises ShardError unless the file is of this kind and whole, and its checksum is right. The checksum does
+    not cover the schema itself: see ``_require_schema``.
+    """
     start = _START.match(data)
     if not data.startswith(_MAGIC[: len(data)]):
         raise ShardError(f"{path} is not a file of tba-hpc: another program wrote it; move it elsewhere")

@@ -575,7 +575,11 @@ class _CopyingEngine(TorchCheckpointEngine):
         self._snapshot = snapshot
 
     def save(self, state_dict: dict[str, Any], path: str) -> None:
-        """Copy a state that DeepSpeed wants to write to ``path``."""
+        """Copy a state into the snapshot, instead of writing it as DeepSpeed asks.
+
+        path: file to which the snapshot's functions write it later. If a copy does not fit into memory, the
+        state is written there at once.
+        """
         self._snapshot.add(state_dict, path)
 
 

@@ -2,8 +2,9 @@
 
 The logits [tokens × vocabulary] of a whole batch are never in memory at once.
 
-Shape letters: A sampled tokens of a pass, T positions (in ``LogprobHead``, any of them), J tokens whose
-log-probability is needed at a position, D hidden size, V vocabulary.
+Shape letters: A sampled tokens of a pass, T tokens of a text (in ``LogprobHead``: positions whose hidden
+states are given, in any number and order), J tokens whose log-probability is needed at a position, D hidden
+size, V vocabulary.
 """
 
 from __future__ import annotations

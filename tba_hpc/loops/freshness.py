@@ -103,10 +103,11 @@ class Freshness:
         return step == 0 and self._config.exchange.max_staleness is None
 
     def missing(self, step: int) -> int:
-        """Return how many groups ``step`` lacks, and at least 1 if it is ``starved``.
+        """Return how much ``step`` still waits for; 0 if it can be taken.
 
-        Before the first step, return how many initial completions the buffer lacks instead, unless staleness
-        is bounded.
+        This is the largest of: the groups that the buffer lacks for a batch (0 unless the config is
+        ``selective``), the requests that are ``overdue``, and 1 if the step is ``starved``. While the initial
+        buffer is ``filling`` it is instead the number of completions that are lacking.
         """
         if self.filling(step):
             return max(0, self._config.buffer.initial_completions - len(self._buffer))
@@ -319,7 +320,11 @@ class RolloutBudget:
         return debts
 
     def _next_request(self, places: range) -> int:
-        """Return the next request of these places that is not completed, and raise their end past it."""
+        """Return the id of the first request that a set of places may be granted; move the set's end past it.
+
+        places: a set of places that share an end, a key of ``_ends``. Completed requests are skipped. The id
+        is at least the old end.
+        """
         while True:
             request_id = self._ends[places]
             self._ends[places] += self._launch.places if len(places) == 1 else 1

@@ -120,7 +120,11 @@ class OnlineEvaluator:
     def _evaluation(
         self, split: Split, step: int, correct: int, ref_logprob: float | None, *completions: Completion
     ) -> Evaluation:
-        """Make the part of an evaluation that consists of one completion, or of none."""
+        """Make an evaluation of one completion, or an empty one. Parts are added up to whole evaluations.
+
+        correct: 1 if the completion is correct, else 0. ref_logprob: its log π_ref, nats; None without a
+        reference; 0 for an empty part. completions: one or none. Reward and answer are left out.
+        """
         return Evaluation(
             split=split,
             step=step,

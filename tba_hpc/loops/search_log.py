@@ -57,7 +57,7 @@ class Sums:
     compared: int = 0
     """Number of completions that were scored by a reference model."""
     kl: float = 0.0
-    """Sum of log π_behaviour − log π_ref over the compared completions, nats."""
+    """Sum of log π_behaviour − log π_ref over the sampled tokens of the ``compared`` completions, nats."""
 
     # Over tokens whose log-probability both engine and learner code computed, under the same weights
     checked: int = 0

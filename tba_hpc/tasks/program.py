@@ -243,9 +243,11 @@ def run_confined(words: Sequence[str], text: bytes, *, seconds: float, memory_mb
 
 
 def find_word(key: str, word: str) -> str:
-    """Resolve a word of a command: to the run's Python, to a file beside the config, or to the word itself.
+    """Resolve a word of a command: ``python`` to the run's Python, a file's relative path to an absolute one.
 
-    key: config key of the command, for errors. Raises ConfigError if a Python script does not exist.
+    Files are sought in the folders from which Python imports, first in the one with the user's code. Any
+    other word stays as it is. key: config key of the command, for errors. Raises ConfigError if no such
+    folder has a script that is named by a relative path ending in .py.
     """
     if word == "python":
         return sys.executable

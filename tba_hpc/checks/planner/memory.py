@@ -178,7 +178,10 @@ def trainer_items(work: Workload) -> Items:
 
 
 def _backward_items(work: Workload) -> Items:
-    """Return the memory of the forward and backward pass of a micro-batch, in bytes by purpose."""
+    """Return the memory of a trainer GPU for forward and backward pass of a micro-batch, bytes by purpose.
+
+    Weights, gradients and optimizer state are not included, except the output layer's gradient.
+    """
     shape, size, longest = work.policy, work.weight_bytes, work.config.generator.max_tokens
     tokens = work.micro_batch
     scored = tokens * longest / (work.prompt + longest)
