@@ -247,7 +247,7 @@ def _follow(placement: Placement, learner: SharedLearner) -> None:
     from tba_hpc.exchange.mpi_exchange import MpiTrainerFollower
 
     follower = MpiTrainerFollower(placement.mpi)
-    learner.follow(follower.slot)
+    learner.follow(follower.next_weights)
     follower.close()  # not after an error: it waits for the leader, which may be gone
 
 

@@ -60,7 +60,7 @@ def broadcast(world: MpiWorld) -> float:
     if world.rank == LEADER:
         layout = WeightLayout.of([("weights", (NBYTES // 4,))], "F32")
         memory = world.connect_peers(layout, progress=b"", bucket_mb=32)
-        memory.slot(0)[:] = 1
+        memory.writable(0)[:] = 1
     else:
         memory, _ = world.connect()
     began = time.monotonic()

@@ -354,12 +354,12 @@ class Learner(Protocol):
 class SharedLearner(Learner, Protocol):
     """A learner that is spread over all trainer ranks. Every rank holds one; the leading rank calls it."""
 
-    def follow(self, slot: Callable[[], np.ndarray] | None) -> None:
+    def follow(self, next_weights: Callable[[], np.ndarray] | None) -> None:
         """Carry out the leading rank's calls until it closes the learner. Other ranks call this.
 
-        slot: function that is called once for each ``write_weights`` of the leading rank. It returns the
-        buffer, uint8 [layout.nbytes], into which this rank writes its part of the weights. None: the leading
-        rank writes all weights, as it does if trainers and searchers are not in one MPI world.
+        next_weights: function that is called once for each ``write_weights`` of the leading rank. It returns
+        the buffer, uint8 [layout.nbytes], into which this rank writes its part of the weights. None: the
+        leading rank writes all weights, as it does if trainers and searchers are not in one MPI world.
         """
 
 

@@ -163,12 +163,12 @@ class MpiTrainerExchange:
         """Start a round; see ports.TrainerExchange. ``write`` fills this node's memory in place.
 
         With several trainer ranks, rank i writes part i of ``layout.parts``. The leader does so in ``write``,
-        the others write into the memory that ``MpiTrainerFollower.slot`` returns. The round begins when all
-        have written.
+        the others write into the memory that ``MpiTrainerFollower.next_weights`` returns. The round begins
+        when all have written.
         """
         if not self._thread.finished:
             return False
-        written = write(self._memory.slot(self._writes))
+        written = write(self._memory.writable(self._writes))
         self._published = publication
         self._writes += 1
         self._start(Purpose.PUBLISH, written)
@@ -383,11 +383,11 @@ class MpiTrainerFollower(_Peer):
 
     _writes = 0
 
-    def slot(self) -> np.ndarray:
+    def next_weights(self) -> np.ndarray:
         """Return the memory for the next published weights, uint8 [layout.nbytes]. Call once per publish."""
         self._thread.check()
         self._writes += 1
-        return self._memory.slot(self._writes - 1)
+        return self._memory.writable(self._writes - 1)
 
     def close(self) -> None:
         """Wait until the leader has closed the exchange. Raises ExchangeError if it falls silent."""

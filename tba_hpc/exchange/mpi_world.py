@@ -367,7 +367,7 @@ class NodeMemory:
         for place in self._order if world.role == "trainer" else ():
             self._maps[place][::PAGE].max(initial=0)  # take all page faults now, not while the trainer waits
 
-    def slot(self, write: int) -> np.ndarray:
+    def writable(self, write: int) -> np.ndarray:
         """Return this node's memory for the write of that number, uint8 [layout.nbytes].
 
         The write after the next one reuses it.
@@ -507,12 +507,12 @@ class NodeMemory:
 
     def _broadcast(self, write: int) -> None:
         """Broadcast a write between node leaders, in buckets. Does nothing in a world of one node."""
-        slot = self._map_of(write)
+        weights = self._map_of(write)
         under_way: deque[Pending] = deque()
         for start, end, root in self._buckets:
             if len(under_way) == BUCKETS_IN_FLIGHT:
                 self._finish_broadcast([under_way.popleft()])
-            under_way.append((self._world.rank, self._nodes.Ibcast(slot[start:end], root)))
+            under_way.append((self._world.rank, self._nodes.Ibcast(weights[start:end], root)))
         self._finish_broadcast(under_way)
 
     def _finish_broadcast(self, buckets: Sequence[Pending]) -> None:

@@ -245,26 +245,26 @@ class DeepSpeedLearner:
 
     # --- The other ranks ---
 
-    def follow(self, slot: Callable[[], np.ndarray] | None) -> None:
+    def follow(self, next_weights: Callable[[], np.ndarray] | None) -> None:
         """Execute the leader's commands until the leader closes its learner.
 
-        slot: returns the buffer, uint8 [layout.nbytes], for this rank's part of the next weights; None: this
-        rank writes none. The stacks of a rank that takes too long for a command go to its log. Raises
-        ExchangeError if the leader is gone.
+        next_weights: returns the buffer, uint8 [layout.nbytes], for this rank's part of the next weights;
+        None: this rank writes none. The stacks of a rank that takes too long for a command go to its log.
+        Raises ExchangeError if the leader is gone.
         """
         while (command := self._group.receive()).name != "close":
             with self._group.together(), stacks_if_late(self._config.launch.stack_seconds):
-                self._execute(command, slot)
+                self._execute(command, next_weights)
         self._close()
 
-    def _execute(self, command: Command, slot: Callable[[], np.ndarray] | None) -> None:
+    def _execute(self, command: Command, next_weights: Callable[[], np.ndarray] | None) -> None:
         match command.name, *command.arguments:
             case "step", learning_rate, beta:
                 self._step(batches.from_arrays(command.arrays), float(learning_rate), float(beta))
             case "reference", step:
                 self._reference_logprobs(batches.from_arrays(command.arrays), int(step))
             case ("write",):
-                self._write(slot() if slot else NOWHERE)
+                self._write(next_weights() if next_weights else NOWHERE)
             case "save", folder:
                 self._save_in_background(Path(str(folder)))
             case "load", folder:

@@ -381,14 +381,14 @@ BESIDE_A_WORLD = ("weights", "shards")
 gets weights once the trainer calls again after their round, which it does not in ``pending``."""
 
 
-def follow(slot: Callable[[], np.ndarray], flags: Flags, trainers: int, rank: int) -> None:
+def follow(next_weights: Callable[[], np.ndarray], flags: Flags, trainers: int, rank: int) -> None:
     """A following trainer rank: write its part whenever the leader says so."""
     for write in range(1, 1_000_000):
         order = flags.folder / f"write-{write}"
         until(lambda: order.exists() and order.read_text(), "the leader")  # noqa: B023
         if (version := int(order.read_text())) < 0:
             return
-        write_part(slot(), weights_of(version), trainers, rank)
+        write_part(next_weights(), weights_of(version), trainers, rank)
         flags.set(f"written-{write}-{rank}")
 
 
@@ -480,7 +480,7 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
         lead(TrainerSide(trainer, flags, trainers))
     elif rank < trainers:
         follower = mpi_exchange.MpiTrainerFollower(world)
-        follow(follower.slot, flags, trainers, rank)
+        follow(follower.next_weights, flags, trainers, rank)
         follower.close()
     else:
         search(SearcherSide(mpi_exchange.MpiSearcherExchange(world), world.index, flags, lambda shard: None))

@@ -25,7 +25,7 @@ assert copies() == 2
 
 readers = {}
 def write(number):
-    memory.slot(number)[:] = number
+    memory.writable(number)[:] = number
     readers[number] = memory.reader(number)
     for still, reader in readers.items():
         assert (reader.map("r") == still).all(), (number, still)
@@ -54,10 +54,10 @@ assert copies() == 3
 readers.clear()
 maps, spare = list(memory._maps), 3 - sum(memory._order)
 assert memory.has_room(6) and copies() == 2
-assert memory.slot(6) is maps[memory._order[0]]
+assert memory.writable(6) is maps[memory._order[0]]
 kept = [now is before for now, before in zip(memory._maps, maps)]
 assert kept == [place != spare for place in range(3)], "CUDA may know the pages that the spare gave back"
-assert memory.slot(6) is maps[memory._order[0]] and memory._maps[spare] is memory._maps[spare]
+assert memory.writable(6) is maps[memory._order[0]] and memory._maps[spare] is memory._maps[spare]
 assert memory.reader(4).generation == memory._generations[memory._order[0]]
 print("held")
 """

@@ -220,11 +220,11 @@ class TabularGroup(TabularLearner):
         self._group.send(Command("close"))
         self._group.leave()
 
-    def follow(self, slot: Callable[[], np.ndarray] | None) -> None:
+    def follow(self, next_weights: Callable[[], np.ndarray] | None) -> None:
         """Receive weights until the leader closes the group; see ports.SharedLearner."""
         while (command := self._group.receive()).name != "close":
-            if slot:
-                slot()[:] = command.arrays["weights"]
+            if next_weights:
+                next_weights()[:] = command.arrays["weights"]
             self._written()
         self._group.leave()
 
