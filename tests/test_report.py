@@ -255,6 +255,35 @@ def test_the_page_tells_the_attempts_of_a_run(run: RunDir) -> None:
     assert "2 × engine rebuilt · 1 × attempt killed · 1 × node unreachable · 1 × back to the queue" in text
 
 
+def test_the_terminal_shows_every_alert_and_marks_a_score_with_answers_not_judged(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 100 answers each, 5 before and 3 after have no reward; all others are right."""
+    write(run.metrics_file("trainer"), [step(s, 5.0, loss=1.0) for s in range(1, 11)])
+    write(run.metrics_file("searcher", 0), [search(6.0, 9, 9.0, rejected=40, trajectories=10)])
+    for at, (total, judged) in {0: (50, (47, 48)), 10: (50, (48, 49))}.items():
+        for searcher, right in enumerate(judged):
+            part = Evaluation(split="test", step=at, correct=right, total=total, tokens=9, truncated=0)
+            write_evaluation(run, searcher, 2, replace(part, graded=right, rewards=right, squares=right))
+    summary = page.write_report(run)
+    print_summary(run, summary)
+    text = capsys.readouterr().out
+    assert re.search(r"pass@1 before +95.0 % \(.*\), 5 answers not judged", text)
+    assert re.search(r"pass@1 after +97.0 % \(.*\), 3 answers not judged", text)
+    lines = text.splitlines()
+    assert len(summary.alerts) == 2 and all(f"alert        {words}" in lines for words in summary.alerts)
+    assert f"report       {run.report}" in lines and f"summary      {run.summary}" in lines
+
+
+def test_a_run_without_a_step_has_one_sentence_for_results(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(run.metrics_file("trainer"), [{"time": 5.0, "event": "started", "step": 0}])
+    print_summary(run, summarise(run))
+    words = "no optimizer step was done, so there are no results yet; acknowledged: 0 trajectories\n"
+    assert capsys.readouterr().out == words
+
+
 def test_the_page_begins_with_the_alerts(run: RunDir) -> None:
     assert "<h2>Alerts</h2>" not in (text := written(run)) and "No figure" not in text
     resumed_run(run)

@@ -252,14 +252,15 @@ def falling(view: View) -> Alert | None:
 
 
 def unjudged_answers(view: View) -> Alert | None:
-    """Alert if some answers of the last evaluation have no reward, and therefore count as wrong."""
+    """Alert if some answers of the last evaluation have no reward."""
     last = view.by_step[-1] if view.by_step else None
-    if last is None or not 0 < last.graded < last.total:
+    if last is None or not last.unjudged:
         return None
+    effect = "are left out of the score" if last.is_graded else "count as wrong, so the score is too low"
     return _alert(
-        f"{last.total - last.graded} of {last.total} answers of step {last.step} could not be judged",
+        f"{last.unjudged} of {last.total} answers of step {last.step} could not be judged",
         key="task.reward",
-        why="they count as wrong, so the score is too low",
+        why=f"they {effect}",
         remedy="see the searchers' logs for what the judge or the environment said",
     )
 
