@@ -20,7 +20,7 @@ from tba_hpc.report.data import RunData
 from tba_hpc.report.digest import keep_digest
 from tba_hpc.report.run_state import RunMonitor
 from tba_hpc.report.status import cells
-from tba_hpc.report.summary import print_summary, summarise, write_summary
+from tba_hpc.report.summary import print_summary, summarise, summary_of, write_summary
 from tba_hpc.report.tables import print_rows
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, Evaluation, find_evaluation, write_evaluation
@@ -285,10 +285,10 @@ def test_a_run_without_a_step_has_one_sentence_for_results(
 
 
 def test_the_page_begins_with_the_alerts(run: RunDir) -> None:
-    assert "<h2>Alerts</h2>" not in (text := written(run)) and "No figure" not in text
+    assert "<h2>Alerts</h2>" not in (text := written(run)) and "no alerts" not in text
     resumed_run(run)
     text = written(run)
-    assert "No figure of this run asks for attention" in text and "<h2>Alerts</h2>" not in text
+    assert "There are no alerts" in text and "<h2>Alerts</h2>" not in text
     write(run.metrics_file("searcher", 0), [search(4666.0, 9, 9.0, rejected=40, trajectories=10)])
     text = written(run)
     where = [text.index(words) for words in ("<h2>Alerts</h2>", "40 trajectories (61 %)", "pass@1 before")]
@@ -334,6 +334,22 @@ def test_graded_rewards_lead_with_their_mean(run: RunDir, capsys: pytest.Capture
     after_ = f"{0.7 - half * 2:.3f} … {0.7 + half * 2:.3f}"  # twice as spread as before
     assert f"after: {after_} (95 % interval)" in page_
     assert "reward 0.75" in page_ and "✗ wrong" not in page_
+
+
+@pytest.mark.parametrize(("after", "verdict"), [(41, ""), (45, "good"), (40, "bad")])
+def test_only_a_change_that_can_be_seen_is_good_or_bad(run: RunDir, after: int, verdict: str) -> None:
+    """Before: 82 of 100 answers are right."""
+    evaluate(run, "test", 0, (41, 41))
+    evaluate(run, "test", 10, (after, 41))
+    data = RunData.read(run)
+    assert page.tiles(data, summary_of(data))[0].verdict == verdict
+    assert f'<b class="{verdict}">' in written(run)
+
+
+def test_tokens_have_a_unit_in_which_they_are_not_0() -> None:
+    assert [page._rounded(tokens) for tokens in (0, 999, 11_400, 999_499, 999_500, 12_345_678)] == (
+        ["0", "999", "11 k", "999 k", "1.0 M", "12.3 M"]
+    )
 
 
 def test_rewards_of_0_and_1_are_right_or_wrong(run: RunDir) -> None:

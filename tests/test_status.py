@@ -262,7 +262,8 @@ def test_a_run_whose_launcher_was_killed_is_over_at_once(run: RunDir) -> None:
     claim.write_text(Owner.this(gone.pid).to_json())
     found = run_state(look(run))
     assert (found.state, found.over, found.command) == ("gone", True, f"tba run {run.path}")
-    assert found.words == "killed at step 3, or its machine was lost; it resumes from the last checkpoint"
+    words = f"killed at step 3, or its machine was lost; to resume from the last checkpoint: {found.command}"
+    assert found.words == words
     assert run_state(look(run, queue("RUNNING"))).state != "gone", "it has a job now"
 
 

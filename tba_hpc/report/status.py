@@ -68,7 +68,7 @@ def cells(monitor: RunMonitor) -> dict[str, str]:
         "loss": _show(number(latest, "train/loss"), "{:.4f}"),
         "staleness": _show(number(latest, "staleness/mean"), "{:.1f}"),
         "trainer wait": _show(number(latest, "train/wait_share"), "{:.1%}"),
-        "ETTR": _show(monitor.ettr, "{:.1%}"),
+        "ETTR": _show(monitor.ettr, "{:.1%}, waits included"),
         "buffer": _show(number(latest, "buffer/size"), "{:,.0f}"),
         "tokens/s": _rates(monitor.rates),
     }
@@ -152,11 +152,11 @@ def done(counts: Counts) -> dict[str, str]:
     """Return counts of what the run has done, as texts by title; ``tba audit`` counts alike."""
     if not counts.attempts:
         return {}
-    dropped = f", {counts.dropped:,} dropped (answered twice)" if counts.dropped else ""
+    dropped = f", dropped {counts.dropped:,} (answered twice)" if counts.dropped else ""
     found = {
         "acknowledged": f"{count(counts.trajectories, 'trajectory')} in {count(counts.shards, 'shard')}, "
         f"{count(counts.tokens, 'token')}",
-        "merged": f"{count(counts.duplicates, 'duplicate')}, {counts.evicted:,} evicted{dropped}",
+        "duplicates": f"{counts.duplicates:,}, evicted {counts.evicted:,}{dropped}",
     }
     return {**found, "redone": count(counts.redone, "step")} if counts.redone else found
 

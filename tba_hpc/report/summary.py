@@ -187,7 +187,7 @@ def summary_rows(summary: Summary) -> dict[str, Cell]:
         "staleness": summary.staleness,
         "optimizer steps": summary.steps,
         "training time": duration(summary.train_seconds),
-        "ETTR": None if summary.ettr is None else percent(summary.ettr),
+        "ETTR": None if summary.ettr is None else f"{percent(summary.ettr)}, waits included",
         "trainer wait": None if summary.trainer_wait_share is None else percent(summary.trainer_wait_share),
         "trajectories": summary.trajectories,
         "tokens": summary.tokens,
