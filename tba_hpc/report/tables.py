@@ -60,7 +60,8 @@ def print_rows(
         return
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name, value in (rows[0] if rows else {}).items():
-        table.add_column(name, justify="left" if isinstance(value, str) else "right")
+        # Folded, not cut: paths mostly differ at their ends.
+        table.add_column(name, justify="left" if isinstance(value, str) else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell_text(value)) for value in row.values()))
     (console or Terminal()).print(table)
