@@ -120,11 +120,13 @@ def case(changes: Values | None = None, scores: list[Evaluation] | None = None, 
 
 
 OLD_LOG_Z = {"objective": {"name": "trajectory_balance", "log_z": "policy"}, "ratio_bound": "none"}
+FLAT = ("search/flat_groups", "train/flat_groups")
 FIRST_GAP: Values = {"train/engine_gap": lambda step: 0.2 if step == 1 else None}
 DULL: Values = {
     "search/reward": lambda step: min(0.5, 0.3 + step / 100),
     "search/flat_groups": lambda step: min(0.95, step / 40),
 }
+NEVER_RIGHT: Values = {name: always(float("flat" in name)) for name in ("search/reward", *FLAT)}
 IN_TURNS = {"max_staleness": 0, "sync_every": 1}
 
 WRONG: dict[str, Case] = {
@@ -137,8 +139,11 @@ WRONG: dict[str, Case] = {
     "Log-ratio of 4 nats per completion at the first step: .* not the model that the run began": case(
         {"train/log_ratio": lambda step: 4.0 - step / 40}
     ),
-    "Reward 0 for every one of 16,200 completions, 0 % of .* format of answers": case(
-        {"search/reward": always(0.0), "search/flat_groups": always(1.0)}, evaluated({10: 0.0})
+    "Reward 0 for every one of 16,200 completions, 0 % of .* Check the prompt format .* tba samples": case(
+        NEVER_RIGHT, evaluated({10: 0.0})
+    ),
+    "100 % of the groups have one reward .* since step 0: every .* reward 0. Check the prompt format": case(
+        {**NEVER_RIGHT, "search/trajectories": always(1)}, evaluated({10: 0.0})
     ),
     "Reward 0 for every one of 16,200 completions, 100 % .* does not stop.* tba doctor": case(
         {
@@ -248,6 +253,23 @@ def test_what_goes_wrong_is_said_in_one_sentence_first(words: str, wrong: Case) 
 def test_what_is_meant_so_raises_no_alert(meant: Case) -> None:
     changes, scores, sections = meant
     assert alerted(changes, scores, **sections) == []
+
+
+def test_a_reward_that_never_changed_is_looked_at_before_the_prompts() -> None:
+    """In one alert; the prompts come first only once some completion got another reward."""
+    never = {**NEVER_RIGHT, **EXPLORING, "search/truncated_share": always(0.0)}
+    (sentence,) = alerted(never, evaluated({10: 0.0}))
+    assert sentence.startswith("Reward 0 for every one of 16,200 completions: equal rewards")
+    some = {**never, "search/reward": lambda step: 0.1 * (step == 2)}
+    assert "prompts are too hard or too easy" in alerted(some, evaluated({10: 0.0}))[0]
+
+
+def test_what_sets_trajectories_aside_is_where_their_reward_comes_from() -> None:
+    """In both lengths; so named that it is not read as the reason."""
+    rejected = trends_of({**HEALTHY, "search/rejected": lambda step: 10 * step})
+    for settings, key in (({}, "task.name=gsm8k"), ({"task": {"reward": "mine:score"}}, "task.reward")):
+        (alert,) = alerts(rejected, config(**settings), SOLVED)
+        assert alert.short.endswith(f"set aside without a reward (see {key})") and key in alert.sentence
 
 
 def test_answers_that_a_judge_could_not_judge_are_counted() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from recorded import evaluate, new_run, resumed_run, search, step, write
+from rich.console import Console
 from typed import tba
 
 from tba_hpc.commands.compare import (
@@ -22,6 +23,7 @@ from tba_hpc.commands.compare import (
 from tba_hpc.config import parse_config
 from tba_hpc.report.estimates import difference, wilson
 from tba_hpc.report.plots import overlays, run_line
+from tba_hpc.report.tables import print_rows
 from tba_hpc.run.directory import RunDir
 
 
@@ -60,6 +62,22 @@ def test_only_what_differs_is_told_but_names_and_places(runs: list[RunDir]) -> N
     assert rows["train.objective.name"] == ["trajectory_balance", "rloo"]
     assert rows["train.learning_rate.peak"][1] == "0.0001"
     assert not {"run.name", "run.root", "train.steps", "model.path"} & rows.keys()
+
+
+def test_paths_are_shown_whole_and_without_parents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The third path is the first one's; the terminal has no room for one in a line."""
+    folder = "/work/a-folder-with-a-long-name"
+    paths = [f"{folder}/tba/../models/{name}" for name in ("base", "chat")] + [f"{folder}/models/base"]
+    runs = [new_run(tmp_path / str(i), model={"path": path}).path for i, path in enumerate(paths)]
+    (row,) = config_rows(compare(runs))
+    plain = [f"{folder}/models/{name}" for name in ("base", "chat", "base")]
+    assert list(row.values()) == ["model.path", *plain]
+    assert config_rows(compare([runs[0], runs[2]])) == []
+    print_rows([{"model.path": plain[1]}], console=Console(width=30))
+    _, *lines = capsys.readouterr().out.split()
+    assert len(lines) == 2 and "".join(lines) == plain[1]
 
 
 def test_scores_have_intervals_and_the_difference_to_the_first(runs: list[RunDir]) -> None:

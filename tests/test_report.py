@@ -20,7 +20,7 @@ from tba_hpc.report.data import RunData
 from tba_hpc.report.digest import keep_digest
 from tba_hpc.report.run_state import RunMonitor
 from tba_hpc.report.status import cells
-from tba_hpc.report.summary import print_summary, summarise, write_summary
+from tba_hpc.report.summary import print_summary, summarise, summary_of, write_summary
 from tba_hpc.report.tables import print_rows
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, Evaluation, find_evaluation, write_evaluation
@@ -255,11 +255,40 @@ def test_the_page_tells_the_attempts_of_a_run(run: RunDir) -> None:
     assert "2 × engine rebuilt · 1 × attempt killed · 1 × node unreachable · 1 × back to the queue" in text
 
 
+def test_the_terminal_shows_every_alert_and_marks_a_score_with_answers_not_judged(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 100 answers each, 5 before and 3 after have no reward; all others are right."""
+    write(run.metrics_file("trainer"), [step(s, 5.0, loss=1.0) for s in range(1, 11)])
+    write(run.metrics_file("searcher", 0), [search(6.0, 9, 9.0, rejected=40, trajectories=10)])
+    for at, (total, judged) in {0: (50, (47, 48)), 10: (50, (48, 49))}.items():
+        for searcher, right in enumerate(judged):
+            part = Evaluation(split="test", step=at, correct=right, total=total, tokens=9, truncated=0)
+            write_evaluation(run, searcher, 2, replace(part, graded=right, rewards=right, squares=right))
+    summary = page.write_report(run)
+    print_summary(run, summary)
+    text = capsys.readouterr().out
+    assert re.search(r"pass@1 before +95.0 % \(.*\), 5 answers not judged", text)
+    assert re.search(r"pass@1 after +97.0 % \(.*\), 3 answers not judged", text)
+    lines = text.splitlines()
+    assert len(summary.alerts) == 2 and all(f"alert        {words}" in lines for words in summary.alerts)
+    assert f"report       {run.report}" in lines and f"summary      {run.summary}" in lines
+
+
+def test_a_run_without_a_step_has_one_sentence_for_results(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(run.metrics_file("trainer"), [{"time": 5.0, "event": "started", "step": 0}])
+    print_summary(run, summarise(run))
+    words = "no optimizer step was done, so there are no results yet; acknowledged: 0 trajectories\n"
+    assert capsys.readouterr().out == words
+
+
 def test_the_page_begins_with_the_alerts(run: RunDir) -> None:
-    assert "<h2>Alerts</h2>" not in (text := written(run)) and "No figure" not in text
+    assert "<h2>Alerts</h2>" not in (text := written(run)) and "no alerts" not in text
     resumed_run(run)
     text = written(run)
-    assert "No figure of this run asks for attention" in text and "<h2>Alerts</h2>" not in text
+    assert "There are no alerts" in text and "<h2>Alerts</h2>" not in text
     write(run.metrics_file("searcher", 0), [search(4666.0, 9, 9.0, rejected=40, trajectories=10)])
     text = written(run)
     where = [text.index(words) for words in ("<h2>Alerts</h2>", "40 trajectories (61 %)", "pass@1 before")]
@@ -305,6 +334,22 @@ def test_graded_rewards_lead_with_their_mean(run: RunDir, capsys: pytest.Capture
     after_ = f"{0.7 - half * 2:.3f} … {0.7 + half * 2:.3f}"  # twice as spread as before
     assert f"after: {after_} (95 % interval)" in page_
     assert "reward 0.75" in page_ and "✗ wrong" not in page_
+
+
+@pytest.mark.parametrize(("after", "verdict"), [(41, ""), (45, "good"), (40, "bad")])
+def test_only_a_change_that_can_be_seen_is_good_or_bad(run: RunDir, after: int, verdict: str) -> None:
+    """Before: 82 of 100 answers are right."""
+    evaluate(run, "test", 0, (41, 41))
+    evaluate(run, "test", 10, (after, 41))
+    data = RunData.read(run)
+    assert page.tiles(data, summary_of(data))[0].verdict == verdict
+    assert f'<b class="{verdict}">' in written(run)
+
+
+def test_tokens_have_a_unit_in_which_they_are_not_0() -> None:
+    assert [page._rounded(tokens) for tokens in (0, 999, 11_400, 999_499, 999_500, 12_345_678)] == (
+        ["0", "999", "11 k", "999 k", "1.0 M", "12.3 M"]
+    )
 
 
 def test_rewards_of_0_and_1_are_right_or_wrong(run: RunDir) -> None:

@@ -262,7 +262,8 @@ def test_a_run_whose_launcher_was_killed_is_over_at_once(run: RunDir) -> None:
     claim.write_text(Owner.this(gone.pid).to_json())
     found = run_state(look(run))
     assert (found.state, found.over, found.command) == ("gone", True, f"tba run {run.path}")
-    assert found.words == "killed at step 3, or its machine was lost; it resumes from the last checkpoint"
+    words = f"killed at step 3, or its machine was lost; to resume from the last checkpoint: {found.command}"
+    assert found.words == words
     assert run_state(look(run, queue("RUNNING"))).state != "gone", "it has a job now"
 
 
@@ -421,7 +422,7 @@ def test_the_display_shows_fresh_completions_and_alerts(
     monitor = look(run)
     told = facts(monitor, run_state(monitor))
     assert told["set aside"] == "60 trajectories"
-    alert = "60 trajectories (58 %) set aside without a reward: task.name"
+    alert = "60 trajectories (58 %) set aside without a reward (see task.name=gsm8k)"
     assert told["alerts"] == alert and plain_line(monitor).endswith(f" · alert: {alert}")
     print_status(run, no_job, as_json=True)
     found = json.loads(capsys.readouterr().out)

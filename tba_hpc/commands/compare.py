@@ -6,6 +6,7 @@ The command reads the runs and changes nothing in them.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ NAMES = ("run.name", "run.root")
 OF_REFERENCE = ("perplexity before", "perplexity after", "KL")
 """Figures that can only be compared between runs with the same reference."""
 
+INDEPENDENT = "those of differences treat the prompts of two runs as independent"
+"""Remark on the intervals of differences."""
+
 LEFT_OUT = "KL and perplexity are left out: these runs have different references"
 """Remark in place of these figures."""
 
@@ -32,9 +36,9 @@ LEFT_OUT = "KL and perplexity are left out: these runs have different references
 class Compared:
     """One of the runs that are compared.
 
-    gain: final score of this run minus that of the first run, with an interval as if the two had answered
-    different prompts. It is None for the first run, if a score is missing, and if the scores do not measure
-    the same.
+    gain: final score of this run minus that of the first run, with an interval that treats the prompts of
+    the two as independent. It is None for the first run, if a score is missing, and if the scores do not
+    measure the same.
     """
 
     name: str
@@ -67,15 +71,24 @@ def _score_of(data: RunData) -> tuple[object, ...]:
 
 
 def config_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
-    """Return a row for each config key whose values differ, with a column per run."""
+    """Return a row for each config key whose values differ, with a column per run.
+
+    Paths to the same file by way of ``..`` do not differ.
+    """
     each = [differences(runs[0].data.config, run.data.config) for run in runs]
     of_base = {key: was for pairs in each for key, (was, _) in pairs.items() if key not in NAMES}
     rows = []
     for key, was in of_base.items():
         values = [pairs[key][1] if key in pairs else was for pairs in each]
-        row = {run.name: value_text(value) for run, value in zip(runs, values, strict=True)}
-        rows.append({"key": key, **row})
+        row = {run.name: value_text(_plain(value)) for run, value in zip(runs, values, strict=True)}
+        if len(set(row.values())) > 1:
+            rows.append({"key": key, **row})
     return rows
+
+
+def _plain(value: object) -> object:
+    """Return an absolute path without ``..``; any other value as it is."""
+    return os.path.normpath(value) if isinstance(value, str) and value.startswith("/") else value
 
 
 def score_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
@@ -131,7 +144,7 @@ def print_comparison(runs: Sequence[Compared], *, as_json: bool = False) -> None
     print_rows(config_rows(runs) or [{"key": "their configs do not differ"}])
     print()
     print_rows(score_rows(runs))
-    print("\nin brackets: 95 % intervals; those of differences as if the runs had answered different prompts")
+    print(f"\nin brackets: 95 % intervals; {INDEPENDENT}")
     if not share_reference(runs):
         print(LEFT_OUT)
 
@@ -160,6 +173,7 @@ def write_comparison(path: Path, runs: Sequence[Compared]) -> None:
         lines=[run_line(i) for i in range(len(runs))],
         tables=[config_rows(runs), score_rows(runs)],
         plots=overlays([run.data for run in runs], kl=share_reference(runs)),
+        independent=INDEPENDENT,
         note="" if share_reference(runs) else LEFT_OUT,
         footer=footer(),
     )

@@ -39,10 +39,12 @@ HUGE = 1e6
 class Alert:
     """An alert in two lengths.
 
-    short: the figure and the key to change, for a line. sentence: the whole text, for a page.
+    short: the figure and where to look, for a line. key: where to look: a config key, mostly. sentence: the
+    whole text.
     """
 
     short: str
+    key: str
     sentence: str
 
 
@@ -64,6 +66,12 @@ class View:
         """True if the last evaluation's score is at least 0.9; before the first, if the mean reward is."""
         scores = [evaluation.score for evaluation in self.by_step]
         return (scores[-1] if scores else self.trends.latest("search/reward") or 0.0) >= 0.9
+
+    @property
+    def always_equal(self) -> bool:
+        """True if all completions since the first step have had the same reward."""
+        values, flat = self.values("search/reward"), self.values("search/flat_groups")
+        return bool(values) and max(values) - min(values) <= 1e-9 and min(flat, default=1.0) >= 1
 
     @property
     def synchronous(self) -> bool:
@@ -103,10 +111,12 @@ def _alert(words: str, since: int | None = None, *, key: str, why: str, remedy: 
     """Build an alert.
 
     words: the figure, as a phrase. since: first step at which the figure was wrong; None leaves it out.
-    key: what to change first. why, remedy: the following clauses of the sentence, without a full stop.
+    key: what to look at or change first. why, remedy: the following clauses of the sentence, without a full
+    stop.
     """
     found = words if since is None else f"{words} since step {since}"
-    return Alert(f"{found}: {key}", f"{found[0].upper()}{found[1:]}: {why}. {remedy[0].upper()}{remedy[1:]}.")
+    sentence = f"{found[0].upper()}{found[1:]}: {why}. {remedy[0].upper()}{remedy[1:]}."
+    return Alert(f"{found} (see {key})", key, sentence)
 
 
 def _since(points: Sequence[Point], is_wrong: Callable[[float], bool]) -> int | None:
@@ -172,7 +182,7 @@ def wrong_reference(view: View) -> Alert | None:
         return None
     return _alert(
         f"log-ratio of {_few(ratio)} nats per completion at the first step",
-        key="the reference is another model",
+        key="model.path",
         why="it must be 0 there; the reference is not the model that the run began with, or learner and "
         "reference compute different distributions, so every β·KL is wrong",
         remedy="check model.path and that nothing in RUN/references was replaced, then start over",
@@ -182,9 +192,8 @@ def wrong_reference(view: View) -> Alert | None:
 def constant_reward(view: View) -> Alert | None:
     """Alert if every completion has had the same reward."""
     count, values = view.trends.trajectories, view.values("search/reward")
-    flat = view.values("search/flat_groups")
     # If one completion in ten were right, 200 would contain a right one.
-    if count < 200 or max(values) - min(values) > 1e-9 or (flat and min(flat) < 1):
+    if count < 200 or not view.always_equal:
         return None
     truncated = view.trends.latest("search/truncated_share")
     cut = f", {_share(truncated)} of them cut off at generator.max_tokens" if truncated else ""
@@ -192,7 +201,7 @@ def constant_reward(view: View) -> Alert | None:
     if truncated and truncated > 0.99:  # some answers end by chance, even if the model cannot end them
         return _alert(
             found,
-            key="no answer ends",
+            key="generator.max_tokens",
             why="either answers need more tokens, or the model ends them with a token at which the engine "
             "does not stop",
             remedy="read some with tba samples; tba doctor --config RUN/config.yaml compares the chat "
@@ -201,11 +210,11 @@ def constant_reward(view: View) -> Alert | None:
         )
     return _alert(
         found,
-        key="nothing to learn",
+        key="tba samples RUN",
         why="equal rewards give no gradient",
-        remedy="check the task's reward against a few completions, the format of answers that it expects "
-        f"(task.name, task.options), and whether {view.config.model.path} can solve the task at all; "
-        "a higher generator.temperature adds variety",
+        remedy="check the prompt format and the reward function with tba samples RUN (task.name, "
+        f"task.options, task.reward); if both are right, {view.config.model.path} may be unable to solve "
+        "the task; a higher generator.temperature adds variety",
     )
 
 
@@ -217,11 +226,16 @@ def rejected_rewards(view: View) -> Alert | None:
         return None
     return _alert(
         f"{rejected:,} trajectories ({_share(share)}) set aside without a reward",
-        key="task.name",
+        key=_reward_key(view),
         why="their reward was not finite or the task's code raised, and what remains is a biased sample",
         remedy="the searchers' logs name some of the prompts; fix the code of "
-        f"{'task.reward' if view.config.task.reward else f'task.name={view.config.task.name}'} or its data",
+        f"{_reward_key(view)} or its data",
     )
+
+
+def _reward_key(view: View) -> str:
+    """Return the config key that says how completions are rewarded; a task's name with its value."""
+    return "task.reward" if view.config.task.reward else f"task.name={view.config.task.name}"
 
 
 def nan_groups(view: View) -> Alert | None:
@@ -252,14 +266,15 @@ def falling(view: View) -> Alert | None:
 
 
 def unjudged_answers(view: View) -> Alert | None:
-    """Alert if some answers of the last evaluation have no reward, and therefore count as wrong."""
+    """Alert if some answers of the last evaluation have no reward."""
     last = view.by_step[-1] if view.by_step else None
-    if last is None or not 0 < last.graded < last.total:
+    if last is None or not last.unjudged:
         return None
+    effect = "are left out of the score" if last.is_graded else "count as wrong, so the score is too low"
     return _alert(
-        f"{last.total - last.graded} of {last.total} answers of step {last.step} could not be judged",
-        key="task.reward",
-        why="they count as wrong, so the score is too low",
+        f"{last.unjudged} of {last.total} answers of step {last.step} could not be judged",
+        key="the searchers' logs",
+        why=f"they {effect}",
         remedy="see the searchers' logs for what the judge or the environment said",
     )
 
@@ -464,10 +479,20 @@ def flat_groups(view: View) -> Alert | None:
     """Alert if more than 80 % of the groups have equal rewards, although the task is not solved."""
     name = "train/flat_groups" if view.values("train/flat_groups") else "search/flat_groups"
     wrong = view.wrong_since(name, lambda value: value > 0.8)
-    if wrong is None or view.solved:
+    if wrong is None or view.solved or constant_reward(view):  # a constant reward explains it
         return None
+    found = f"{_share(wrong[0])} of the groups have one reward for all completions"
+    if view.always_equal:
+        return _alert(
+            found,
+            wrong[1],
+            key="tba samples RUN",
+            why=f"every completion so far has had reward {_few(view.values('search/reward')[-1])}",
+            remedy="check the prompt format and the reward function with tba samples RUN; if both are right, "
+            "choose prompts that are sometimes solved (task.train_file)",
+        )
     return _alert(
-        f"{_share(wrong[0])} of the groups have one reward for all completions",
+        found,
         wrong[1],
         key="train.completions_per_prompt",
         why="the prompts are too hard or too easy, so these groups give no gradient",

@@ -136,9 +136,9 @@ class Notifier:
         """Return the present alerts that were not seen in the last QUIET_SECONDS, and note all as seen."""
         now, new = time.monotonic(), []
         for alert in self._monitor.alerts:
-            key = alert.short.rpartition(": ")[2]  # without the figure, which changes while the alert lasts
-            new += [alert] if now - self._alerts.get(key, -math.inf) > QUIET_SECONDS else []
-            self._alerts[key] = now
+            # Its key identifies an alert: its figure changes while it lasts.
+            new += [alert] if now - self._alerts.get(alert.key, -math.inf) > QUIET_SECONDS else []
+            self._alerts[alert.key] = now
         return new
 
     def _tell_of(self, now: RunState) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ class Tile(NamedTuple):
     """A headline number of the page, as text.
 
     name, note: what stands above and below the number. then: the number after training, if ``value`` is the
-    one before. gain: the change.
+    one before. gain: the change. verdict: ``good`` or ``bad`` if the change is; empty if it shows as 0.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Tile(NamedTuple):
     note: str
     then: str = ""
     gain: str = ""
+    verdict: str = ""
 
 
 class Answers(NamedTuple):
@@ -145,17 +147,25 @@ def tiles(data: RunData, summary: Summary) -> list[Tile]:
     return [
         _score_tile(data, summary),
         Tile("Training time", duration(summary.train_seconds), steps + attempts + ettr),
-        Tile("Trajectories", f"{summary.trajectories:,}", f"{per_step:,.0f} per step"),
-        Tile("Tokens generated", f"{summary.generated_tokens / 1e6:,.1f} M", ", ".join(rates)),
+        Tile("Trajectories", f"{summary.trajectories:,}", f"{per_step:,.0f} sampled per step"),
+        Tile("Tokens generated", _rounded(summary.generated_tokens), ", ".join(rates)),
         Tile("Staleness", staleness, "mean, in steps"),
     ]
 
 
+def _rounded(tokens: int) -> str:
+    """Format a number of tokens: ``850``, ``11 k``, ``2.5 M``."""
+    if tokens < 1000:
+        return str(tokens)
+    return f"{tokens / 1e3:,.0f} k" if tokens < 999_500 else f"{tokens / 1e6:,.1f} M"
+
+
 def _score_tile(data: RunData, summary: Summary) -> Tile:
-    before, after, gain = summary.score_before, summary.score_after, ""
+    before, after, gain, verdict = summary.score_before, summary.score_after, "", ""
     if before and after:
         by = after.value - before.value
         gain = f"{by:+.3f}" if data.graded else f"{100 * by:+.1f} points"
+        verdict = "" if not re.search("[1-9]", gain) else "good" if by > 0 else "bad"
         gain += f"; after: {data.show(after.low)} … {data.show(after.high)} (95 % interval)"
     if ended := right_and_ended(summary):
         gain = "; ".join(filter(None, [gain, f"{RIGHT_AND_ENDED}: {ended}"]))
@@ -166,6 +176,7 @@ def _score_tile(data: RunData, summary: Summary) -> Tile:
         greedy if before else "not measured",
         then=data.show(after.value) if after else "",
         gain=gain.replace("-", "−"),
+        verdict=verdict,
     )
 
 

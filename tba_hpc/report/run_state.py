@@ -236,15 +236,16 @@ def _after_a_job(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
     gone = RunState("gone", f"job {job_id} is gone{how}, the run is at step {monitor.step}")
     if state == "FAILED" and not _heard_of(monitor, job):
         gone = RunState("gone", f"job {job_id} failed without a word: do its nodes see {monitor.run.path}?")
-    ended = _ended(monitor) if _heard_of(monitor, job) else None
-    return _with_next(monitor, ended or gone, _submit(monitor, job_id))
+    again = _submit(monitor, job_id)
+    ended = _ended(monitor, again) if _heard_of(monitor, job) else None
+    return _with_next(monitor, ended or gone, again)
 
 
 def _without_a_job(monitor: RunMonitor) -> RunState:
     again = shlex.join(["tba", "run", str(monitor.run.path)])
     if not monitor.events and not monitor.newest:
         return RunState("created", "not started yet", monitor.submissions.get("", again))
-    ended = _ended(monitor) or _abandoned(monitor)
+    ended = _ended(monitor, again) or _abandoned(monitor, again)
     return _with_next(monitor, ended, again) if ended else _with_silence(monitor, _at_work(monitor))
 
 
@@ -258,8 +259,11 @@ def _with_next(monitor: RunMonitor, ended: RunState, again: str) -> RunState:
     return ended if copy_refused else replace(ended, command=again)
 
 
-def _ended(monitor: RunMonitor) -> RunState | None:
-    """Return how the run ended according to its last event; None if that is not an end."""
+def _ended(monitor: RunMonitor, again: str) -> RunState | None:
+    """Return how the run ended according to its last event; None if that is not an end.
+
+    again: command that resumes the run.
+    """
     note, step = monitor.attempt.note if monitor.attempt else "", monitor.step
     match monitor.last_event:
         case "refused":
@@ -272,7 +276,7 @@ def _ended(monitor: RunMonitor) -> RunState | None:
                 "stopped", f"stopped at step {step}, its config changed: it will continue to step {end}"
             )
         case "aborted":
-            words = f"killed on request at step {step}; it resumes from the last checkpoint"
+            words = f"killed on request at step {step}; to resume from the last checkpoint: {again}"
             return RunState("aborted", words)
         case "failed":
             count = failures_in_a_row(monitor.attempts)
@@ -282,9 +286,10 @@ def _ended(monitor: RunMonitor) -> RunState | None:
     return None
 
 
-def _abandoned(monitor: RunMonitor) -> RunState | None:
+def _abandoned(monitor: RunMonitor, again: str) -> RunState | None:
     """Return the state of a run whose launcher is gone without a last event; None if it is not gone."""
-    words = f"killed at step {monitor.step}, or its machine was lost; it resumes from the last checkpoint"
+    found = f"killed at step {monitor.step}, or its machine was lost"
+    words = f"{found}; to resume from the last checkpoint: {again}"
     return RunState("gone", words) if monitor.abandoned else None
 
 

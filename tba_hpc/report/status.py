@@ -26,7 +26,7 @@ from tba_hpc.report.attempts import fault_words
 from tba_hpc.report.data import MANY_SEARCHERS, Counts, RunData
 from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, RunState, job_of, run_state
 from tba_hpc.report.summary import policy_name, reference_of, summary_of
-from tba_hpc.report.tables import NOTHING, Terminal
+from tba_hpc.report.tables import NOTHING, Terminal, print_lines
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.run.metrics import number
@@ -68,7 +68,7 @@ def cells(monitor: RunMonitor) -> dict[str, str]:
         "loss": _show(number(latest, "train/loss"), "{:.4f}"),
         "staleness": _show(number(latest, "staleness/mean"), "{:.1f}"),
         "trainer wait": _show(number(latest, "train/wait_share"), "{:.1%}"),
-        "ETTR": _show(monitor.ettr, "{:.1%}"),
+        "ETTR": _show(monitor.ettr, "{:.1%}, waits included"),
         "buffer": _show(number(latest, "buffer/size"), "{:,.0f}"),
         "tokens/s": _rates(monitor.rates),
     }
@@ -152,11 +152,11 @@ def done(counts: Counts) -> dict[str, str]:
     """Return counts of what the run has done, as texts by title; ``tba audit`` counts alike."""
     if not counts.attempts:
         return {}
-    dropped = f", {counts.dropped:,} dropped (answered twice)" if counts.dropped else ""
+    dropped = f", dropped {counts.dropped:,} (answered twice)" if counts.dropped else ""
     found = {
         "acknowledged": f"{count(counts.trajectories, 'trajectory')} in {count(counts.shards, 'shard')}, "
         f"{count(counts.tokens, 'token')}",
-        "merged": f"{count(counts.duplicates, 'duplicate')}, {counts.evicted:,} evicted{dropped}",
+        "duplicates": f"{counts.duplicates:,}, evicted {counts.evicted:,}{dropped}",
     }
     return {**found, "redone": count(counts.redone, "step")} if counts.redone else found
 
@@ -304,6 +304,4 @@ def print_status(run: RunDir, queue: Queue, *, as_json: bool = False, console: C
     step = ", ".join([f"{monitor.step}/{monitor.config.train.steps}", *_time_left(monitor, now)])
     heading = {"run": str(run.path), "state": now.words, "step": step}
     values = {**heading, **cells(monitor), **done(monitor.counts()), **facts(monitor, now)}
-    for title, value in values.items():
-        # Not wrapped: a path or a command that is broken into lines cannot be copied.
-        console.print(Text.assemble((f"{title:<12} ", "dim"), value), soft_wrap=True)
+    print_lines(values.items(), console)

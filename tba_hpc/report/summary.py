@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tba_hpc.config import TrainSection
 from tba_hpc.core import schedules
 from tba_hpc.core.ports import RIGHT_AND_ENDED
-from tba_hpc.core.wording import duration, percent
+from tba_hpc.core.wording import count, duration, percent
 from tba_hpc.report.data import MEAN_REWARD, RunData
 from tba_hpc.report.estimates import Estimate
 from tba_hpc.run.directory import RunDir
@@ -32,6 +32,7 @@ class Summary:
     figures; a run that went on and was then stopped has done more steps. test_prompts: number of prompts.
     score_name: mean reward if rewards are not just 0 and 1, otherwise the task's name for the share of
     correct answers, such as pass@1 or win rate. score_before, score_after: this score, with 95 % intervals.
+    unjudged_…: number of answers that could not be judged.
     ended_…: share of answers that are correct and were not cut off by a limit.
     perplexity_…: perplexity of the same answers under the policy of step ``perplexity_reference``; None
     without a reference model. perplexity_before is also None if another policy was the reference then.
@@ -55,6 +56,8 @@ class Summary:
     score_name: str
     score_before: Estimate | None
     score_after: Estimate | None
+    unjudged_before: int
+    unjudged_after: int
     ended_before: float | None
     ended_after: float | None
     perplexity_before: float | None
@@ -107,6 +110,8 @@ def summary_of(data: RunData) -> Summary:
         score_name=data.score_name,
         score_before=data.score(test[0]) if test else None,
         score_after=data.score(test[-1]) if len(test) > 1 else None,
+        unjudged_before=test[0].unjudged if test else 0,
+        unjudged_after=test[-1].unjudged if len(test) > 1 else 0,
         ended_before=test[0].ended_score if test else None,
         ended_after=test[-1].ended_score if len(test) > 1 else None,
         perplexity_before=test[0].perplexity if alike and test[0] is alike[0] else None,
@@ -170,8 +175,8 @@ def summary_rows(summary: Summary) -> dict[str, Cell]:
     """Return the headline figures of a run by title, for ``print_summary`` and ``tba compare``."""
     figures = summary.figures
     return {
-        f"{summary.score_name} before": score_words(summary, summary.score_before),
-        f"{summary.score_name} after": score_words(summary, summary.score_after),
+        f"{summary.score_name} before": score_words(summary, summary.score_before, summary.unjudged_before),
+        f"{summary.score_name} after": score_words(summary, summary.score_after, summary.unjudged_after),
         "held-out prompts": summary.test_prompts,
         "perplexity before": summary.perplexity_before,
         "perplexity after": summary.perplexity_after,
@@ -182,7 +187,7 @@ def summary_rows(summary: Summary) -> dict[str, Cell]:
         "staleness": summary.staleness,
         "optimizer steps": summary.steps,
         "training time": duration(summary.train_seconds),
-        "ETTR": None if summary.ettr is None else percent(summary.ettr),
+        "ETTR": None if summary.ettr is None else f"{percent(summary.ettr)}, waits included",
         "trainer wait": None if summary.trainer_wait_share is None else percent(summary.trainer_wait_share),
         "trajectories": summary.trajectories,
         "tokens": summary.tokens,
@@ -194,12 +199,27 @@ def summary_rows(summary: Summary) -> dict[str, Cell]:
 
 
 def print_summary(run: RunDir, summary: Summary, *, as_json: bool = False) -> None:
-    """Print a run's results and the paths of its files; as JSON, all of summary.json."""
+    """Print a run's results, alerts and the paths of its files; as JSON, all of summary.json."""
     if as_json:
         print(json.dumps(asdict(summary), indent=2))
         return
-    from tba_hpc.report.tables import print_values
+    from tba_hpc.report.tables import print_lines, print_values
 
+    if summary.steps or summary.score_before:
+        print_values({**summary_rows(summary), **_optional_rows(summary)})
+    else:
+        done = count(summary.trajectories, "trajectory")
+        print(f"no optimizer step was done, so there are no results yet; acknowledged: {done}")
+    places = {"model": run.export, "report": run.report, "summary": run.summary}
+    lines = [("alert", sentence) for sentence in summary.alerts]
+    lines += [(name, str(path)) for name, path in places.items() if path.exists()]
+    if run.export.exists():
+        lines.append(("try it", f'tba ask {shlex.quote(str(run.path))} "…"'))
+    print_lines(lines)
+
+
+def _optional_rows(summary: Summary) -> dict[str, Cell]:
+    """Return figures by title that only some runs have."""
     under, step = summary.perplexity_reference, summary.evaluated_step
     optional: dict[str, Cell] = {
         RIGHT_AND_ENDED: right_and_ended(summary),
@@ -212,16 +232,8 @@ def print_summary(run: RunDir, summary: Summary, *, as_json: bool = False) -> No
         "skipped steps": summary.skipped_steps or None,
         "rejected trajectories": summary.rejected or None,
         "dropped trajectories": summary.dropped or None,
-        "alert": next(iter(summary.alerts), None),
     }
-    places = {"model": run.export, "report": run.report, "summary": run.summary}
-    values: dict[str, Cell] = {
-        **summary_rows(summary),
-        **{name: value for name, value in optional.items() if value is not None},
-        **{name: str(path) for name, path in places.items() if path.exists()},
-        **({"try it": f'tba ask {shlex.quote(str(run.path))} "…"'} if run.export.exists() else {}),
-    }
-    print_values(values)
+    return {name: value for name, value in optional.items() if value is not None}
 
 
 def right_and_ended(summary: Summary) -> str | None:
@@ -235,10 +247,11 @@ def right_and_ended(summary: Summary) -> str | None:
     return " → ".join(percent(share) for share in ended if share is not None)
 
 
-def score_words(summary: Summary, score: Estimate | None) -> str | None:
-    """Format a score with its 95 % interval; None stays None."""
+def score_words(summary: Summary, score: Estimate | None, unjudged: int) -> str | None:
+    """Format a score with its 95 % interval and the number of answers not judged; None stays None."""
     if score is None:
         return None
+    aside = f", {count(unjudged, 'answer')} not judged" if unjudged else ""
     if summary.score_name == MEAN_REWARD:
-        return f"{score.value:.3f} ({score.low:.3f} … {score.high:.3f})"
-    return f"{percent(score.value)} ({100 * score.low:.1f} … {100 * score.high:.1f})"
+        return f"{score.value:.3f} ({score.low:.3f} … {score.high:.3f}){aside}"
+    return f"{percent(score.value)} ({100 * score.low:.1f} … {100 * score.high:.1f}){aside}"

@@ -44,6 +44,13 @@ def print_values(values: Mapping[str, Cell], console: Console | None = None) -> 
     (console or Terminal()).print(table)
 
 
+def print_lines(lines: Iterable[tuple[str, str]], console: Console | None = None) -> None:
+    """Print a title and a text on each line, not wrapped: a path that is cut in two cannot be copied."""
+    out = console or Terminal()
+    for title, text in lines:
+        out.print(Text.assemble((f"{title:<12} ", "dim"), text), soft_wrap=True)
+
+
 def print_rows(
     rows: Sequence[Mapping[str, Cell]], *, as_json: bool = False, console: Console | None = None
 ) -> None:
@@ -53,7 +60,8 @@ def print_rows(
         return
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name, value in (rows[0] if rows else {}).items():
-        table.add_column(name, justify="left" if isinstance(value, str) else "right")
+        # Folded, not cut: paths mostly differ at their ends.
+        table.add_column(name, justify="left" if isinstance(value, str) else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell_text(value)) for value in row.values()))
     (console or Terminal()).print(table)

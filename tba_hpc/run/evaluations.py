@@ -102,6 +102,11 @@ class Evaluation:
         return self.graded > 0 and not self.rewards == self.squares == self.correct
 
     @property
+    def unjudged(self) -> int:
+        """Number of answers without a reward, although others have one."""
+        return self.total - self.graded if self.graded else 0
+
+    @property
     def perplexity(self) -> float | None:
         """Perplexity of the answers under the reference, exp(−Σ log π_ref ÷ tokens).
 
