@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -21,7 +22,7 @@ import pytest
 from conversing import REWRITING, Stage, make_tokenizer
 
 from tba_hpc.config import ConfigError, TaskSection
-from tba_hpc.core.types import Completion, Request, Sampling
+from tba_hpc.core.types import Completion, Publication, Request, Sampling, WeightUpdate
 from tba_hpc.environments.agent import Agent
 from tba_hpc.environments.endpoint import LARGEST_BODY
 from tba_hpc.run.listeners import owner
@@ -445,6 +446,17 @@ def test_what_a_program_leaves_running_ends_with_it(stage: Callable[..., Stage])
     )
     made = stage(f"{RAW}\n{code}", ["So."], {})
     assert made.play().completions[0].reward == 1.0
+    assert gone(made)
+
+
+def test_training_programs_end_with_the_last_weights(stage: Callable[..., Stage]) -> None:
+    made = stage(f"{RAW}\nfor n in range(10_000): ask(user(f'More: {{n}}'))", ["Yes."], {}, max_turns=10_000)
+    made.submit(n=2)
+    while not made.script.requests:
+        made.generator.step()
+    made.generator.load(cast(WeightUpdate, SimpleNamespace(publication=Publication(version=1, final=True))))
+    while made.generator.in_flight:
+        assert not made.generator.step()
     assert gone(made)
 
 

@@ -19,7 +19,7 @@ from transformers.utils import get_json_schema
 from tba_hpc.checks.config_checks import check_chat_template
 from tba_hpc.checks.facts import Facts
 from tba_hpc.config import ConfigError, TaskSection, parse_config
-from tba_hpc.core.types import Request, Sampling, WeightUpdate
+from tba_hpc.core.types import Publication, Request, Sampling, WeightUpdate
 from tba_hpc.environments import conversations
 from tba_hpc.environments.chat import Call, Chat, parse_calls
 from tba_hpc.environments.contract import Contract, Session
@@ -524,9 +524,26 @@ def test_versions_are_of_the_first_and_the_last_turn(stage: Callable[..., Stage]
     assert made.play().versions.tolist() == [[4, 5]]
 
 
+def load(made: Stage, **publication: Any) -> None:
+    made.generator.load(cast(WeightUpdate, SimpleNamespace(publication=Publication(**publication))))
+
+
+def test_with_the_last_weights_training_episodes_are_left_and_evaluations_go_on(
+    stage: Callable[..., Stage],
+) -> None:
+    made = stage("Guess", ["a", "b"], {"secret": "b"})
+    made.submit(n=3)
+    made.generator.step()
+    load(made, version=7, final=True)
+    made.submit(n=2, split="test")
+    assert [group.request.split for group in made.finish(1)] == ["test"]
+    while made.generator.in_flight:
+        assert not made.generator.step(), "nothing more is learned from"
+
+
 def test_an_episode_without_turns_has_the_version_loaded_last(stage: Callable[..., Stage]) -> None:
     made = stage("Bad", ["So."], {"bad": "reset"})
-    made.generator.load(cast(WeightUpdate, SimpleNamespace(publication=SimpleNamespace(version=7))))
+    load(made, version=7)
     made.script.version = 6  # an engine that has not begun with them
     assert made.play().versions.tolist() == [[7, 7]]
 

@@ -229,6 +229,10 @@ class Programs(Conversations):
             self._chat.require(message["role"])
         return super()._given(episode, messages)
 
+    def _leave(self, episode: Episode) -> None:
+        in_background(episode.session.end)
+        super()._leave(episode)
+
     def _fail(self, episode: Episode, error: BaseException) -> None:
         in_background(episode.session.end)
         own = isinstance(error, ProgramError | TimeoutError | ValueError)  # needs no traceback

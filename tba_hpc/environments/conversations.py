@@ -157,6 +157,7 @@ class Conversations:
         self._asked = 0
         self._open = 0
         self._loaded = generator.version
+        self._final = False  # whether the run's last weights have come
         self._finished: list[Group] = []
         self._failures = Failures(class_name(task), "failures", "the completion is set aside")
 
@@ -185,18 +186,32 @@ class Conversations:
         return groups
 
     def load(self, update: WeightUpdate) -> None:
-        """Load new weights; open episodes continue under them."""
+        """Load new weights; open episodes continue under them.
+
+        If they are the run's last weights, training episodes are left unfinished instead: the trainer would
+        not learn from them, and evaluations would wait for their environments.
+        """
         self._generator.load(update)
         self._loaded = update.publication.version
+        self._final = update.publication.final
 
     def close(self) -> None:
         """Close the engine; open episodes are lost."""
         self._generator.close()
 
     def _work(self, episode: Episode, call: Callable[[], Any], then: Callable[[Episode, Any], None]) -> None:
-        """Run ``call`` in a thread, and later ``then`` with its result. If one raises, the episode fails."""
+        """Run ``call`` in a thread, and later ``then`` with its result. If one raises, the episode fails.
+
+        Neither happens to a training episode once the run's last weights have come.
+        """
+
+        def work() -> Any:
+            return None if self._comes_too_late(episode) else call()
 
         def take(result: Any) -> None:
+            if self._comes_too_late(episode):
+                self._leave(episode)
+                return
             try:
                 then(episode, result)
             except ConfigError as error:  # the template refuses this environment's messages
@@ -204,7 +219,14 @@ class Conversations:
             except Exception as error:  # templates may raise anything, too
                 self._fail(episode, error)
 
-        self._workers.add(Job(call, take, partial(self._fail, episode)))
+        self._workers.add(Job(work, take, partial(self._fail, episode)))
+
+    def _comes_too_late(self, episode: Episode) -> bool:
+        return self._final and episode.group.request.split == "train"
+
+    def _leave(self, episode: Episode) -> None:
+        """Leave an episode, and with it its group, unfinished."""
+        self._open -= 1
 
     def _opened(self, episode: Episode, said: Any) -> None:
         episode.prompt, episode.messages = self._task.opening(episode.prompt, said, self._chat)
@@ -295,6 +317,9 @@ class Conversations:
         """Give an episode whose environment failed the reward NaN. A ConfigError is raised instead."""
         if isinstance(error, ConfigError):
             raise error
+        if self._comes_too_late(episode):
+            self._leave(episode)
+            return
         prompt = f"{episode.group.request.split} prompt {episode.prompt.id}"
         self._failures.note(f"the environment of {prompt} failed in turn {episode.turns}", error)
         if not episode.tokens:  # a completion needs at least one token
