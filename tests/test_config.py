@@ -236,8 +236,6 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         *(
             (f"train.beta={value}", f"train.beta={yaml.safe_load(value)} is not a schedule: leave it out, o")
             for value in (
-                "0",
-                "-1",
                 "warm",
                 "{}",
                 "{5: 1}",
@@ -246,6 +244,16 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
                 "{0: 1, -5: 2}",
                 ".inf",
             )
+        ),
+        ("train.beta=0.0", "train.beta=0.0 must be above 0: raise it, or use train.objective=dr_grpo, which"),
+        ("train.target_temperature=-1", "train.target_temperature=-1 must be above 0: leave it out"),
+        (
+            "train={objective: grpo, beta: 0}",
+            "train.beta=0 must be above 0: raise it, or use train.objective=dr_grpo, which has no KL term",
+        ),
+        (
+            "train={beta: 0.0, objective: gspo}",
+            "beta=0.0 must be above 0: leave it out, since train.objective=gspo has no KL term",
         ),
         # Choices by name
         ("train.objective=ppo", "'train.objective' has the value 'ppo', but is one of trajectory_balance"),
@@ -278,7 +286,11 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ),
         ("train.learning_rate.decay=[5, 1000]", "decay=[5, 1000] has no effect on a constant rate: leave it"),
         ("train.learning_rate.decay=[5, 10]", "decay=[5, 10] must begin after train.learning_rate.warmup_"),
-        ("exchange.max_staleness=0", "exchange.sync_every=2 lets weights grow older than"),
+        (
+            "exchange.max_staleness=0",
+            "exchange.sync_every=2 lets weights grow older than exchange.max_staleness=0 allows: set "
+            "exchange.sync_every to 1 at most, or raise exchange.max_staleness",
+        ),
         ("launch.searchers=0", "launch.searchers=0 with launch.elastic=0 leaves no searcher: raise one"),
     ],
 )

@@ -14,6 +14,8 @@ import typer.main
 import yaml
 from typer.core import TyperGroup
 
+from tba_hpc.checks.config_checks import check_unused
+from tba_hpc.checks.facts import Facts
 from tba_hpc.cli import app
 from tba_hpc.config import Config, Section, parse_config
 from tba_hpc.config.loading import elsewhere
@@ -123,6 +125,17 @@ def test_the_script_that_is_carried_over_is_a_config_without_bias() -> None:
     config = parse_config(yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0]))
     assert config.train.objective.name == "grpo"
     assert config.buffer.duplicates.name == "none" and not config.buffer.chooses_by_reward
+
+
+def test_dr_grpo_that_is_carried_over_is_on_policy_and_uses_all_that_it_samples() -> None:
+    page = (REPOSITORY / "docs/coming-from.md").read_text()
+    script, sections = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    config = parse_config({**script, **sections})
+    assert config.on_policy and (config.train.objective.name, config.train.normaliser) == (
+        "dr_grpo",
+        "max_tokens",
+    )
+    assert [*check_unused(Facts(config=config))] == []
 
 
 def test_keys_of_other_systems_lead_to_ours() -> None:
