@@ -14,6 +14,8 @@ import typer.main
 import yaml
 from typer.core import TyperGroup
 
+from tba_hpc.checks.config_checks import check_unused
+from tba_hpc.checks.facts import Facts
 from tba_hpc.cli import app
 from tba_hpc.config import Config, Section, parse_config
 from tba_hpc.config.loading import elsewhere
@@ -125,6 +127,17 @@ def test_the_script_that_is_carried_over_is_a_config_without_bias() -> None:
     assert config.buffer.duplicates.name == "none" and not config.buffer.chooses_by_reward
 
 
+def test_dr_grpo_that_is_carried_over_is_on_policy_and_uses_all_that_it_samples() -> None:
+    page = (REPOSITORY / "docs/coming-from.md").read_text()
+    script, sections = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    config = parse_config({**script, **sections})
+    assert config.on_policy and (config.train.objective.name, config.train.normaliser) == (
+        "dr_grpo",
+        "max_tokens",
+    )
+    assert [*check_unused(Facts(config=config))] == []
+
+
 def test_keys_of_other_systems_lead_to_ours() -> None:
     keys = {key.replace("NAME.", "") for key in _keys(Config)} | {"nothing"}
     for system, about in elsewhere().items():
@@ -133,7 +146,7 @@ def test_keys_of_other_systems_lead_to_ours() -> None:
         for _, ours, differs in about["keys"]:
             named = re.findall(r"\b[a-z]+\.[a-z_.]+[a-z]\b(?!\))", f"{ours} {differs}")
             for key in [*named, *ours.split(" and ")]:
-                known = key.replace("NAME.", "") in keys or key.startswith("`tba submit")
+                known = key.replace("NAME.", "") in keys or key.startswith(("`tba submit", "`tba run"))
                 assert known or key == "task.md", f"{system}: {key}"
 
 

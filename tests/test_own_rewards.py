@@ -49,6 +49,8 @@ def placed(completions, prompt, **kwargs): return [float(prompt[i] == "4") for i
 def trl(prompts, completions, **kwargs): return [0.0 for _ in completions]
 def wrapped(completions): return trl(completions=completions)
 def chatty(completions, **kwargs): return [len(one[0]["content"]) for one in completions]
+import numpy
+def drawn(completion): return numpy.random.RandomState(0).randint(len(completion))
 """
 VERIFYING = """
 from math_verify import parse, verify
@@ -477,20 +479,27 @@ def test_a_function_that_gives_no_number_is_named_before_the_start(
         ConfigError, match=r"task\.reward=own_rewards:texts gave '1', which is not a number: give"
     ):
         make(own, "own_rewards:texts").try_rewards()
+    make(own, "own_rewards:drawn").try_rewards()
+    assert (
+        "drawn raised ValueError: high <= 0 (own_rewards.py:15 in drawn) on empty completions" in caplog.text
+    )
     make(own, "own_rewards:last").try_rewards()  # made for texts that are not empty
-    assert "last raised IndexError: string index out of range on empty completions: if it r" in caplog.text
+    assert (
+        "last raised IndexError: string index out of range (own_rewards.py:8 in last) on empt" in caplog.text
+    )
+    assert "on empty completions: if it raises during the run" in caplog.text
 
 
 def test_a_function_written_for_trl_is_named_before_the_start(
     own: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It takes a field of the row for a list with one value for each completion, or a text for messages."""
-    with pytest.raises(ConfigError, match=r"zipped gave 4 numbers for 5 completions; these are texts, and"):
+    with pytest.raises(ConfigError, match=r"zipped gave 4 numbers for 5 completions; the argument compl"):
         make(own, "own_rewards:zipped").try_rewards()
     for name in ("placed", "chatty"):
         make(own, f"own_rewards:{name}").try_rewards()
         assert f"own_rewards:{name} raised IndexError: string index out of range" in caplog.text
-    assert caplog.text.count("on empty completions: these are texts, and every other argument") == 2
+    assert caplog.text.count("on empty completions: the argument completions is a list of texts, and") == 2
 
 
 def test_a_call_that_can_never_succeed_is_refused_before_the_start(own: Path) -> None:

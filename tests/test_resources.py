@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tba_hpc.checks.config_checks import check_context_length, check_engine_arguments, check_files
+from tba_hpc.checks.config_checks import (
+    check_context_length,
+    check_engine_arguments,
+    check_files,
+    check_unused,
+)
 from tba_hpc.checks.facts import Facts, Finding
 from tba_hpc.checks.resources import (
     missing,
@@ -194,3 +199,45 @@ def test_an_argument_that_vllm_does_not_know_is_refused_before_an_engine_starts(
     assert finding.level == "problem"
     assert finding.sentence.startswith("generator.engine.max_batched_tokens is no argument")
     assert finding.sentence.endswith("did you mean 'max_num_batched_tokens'?")
+
+
+ON_POLICY = {"exchange": {"max_staleness": 0, "sync_every": 1}, "generator": {"completions_per_prompt": 20}}
+
+
+@pytest.mark.parametrize(
+    ("used", "objective", "found"),
+    [
+        (
+            16,
+            "dr_grpo",
+            [
+                "an on-policy step learns from train.completions_per_prompt=16 of the "
+                "generator.completions_per_prompt=20 completions of a prompt, and the other 4 are dropped: "
+                "make the two keys equal"
+            ],
+        ),
+        (20, "dr_grpo", []),
+        (16, "trajectory_balance", []),  # of equal completions one is stored, so that it needs spare ones
+    ],
+)
+def test_completions_that_an_on_policy_run_would_drop_are_told(
+    used: int, objective: str, found: list[str]
+) -> None:
+    train = {"objective": objective, "completions_per_prompt": used}
+    config = parse_config({**ON_POLICY, "model": {"path": "a"}, "train": train})
+    assert [one.sentence for one in check_unused(Facts(config=config))] == found
+
+
+@pytest.mark.parametrize(
+    ("objective", "beta", "told"),
+    [("dr_grpo", 0.04, True), ("dr_grpo", 0.1, False), ("grpo", 0.04, False), ("rloo", 0.04, False)],
+)
+def test_a_beta_without_effect_is_told_unless_it_is_the_default(
+    objective: str, beta: float, told: bool
+) -> None:
+    config = parse_config({"model": {"path": "a"}, "train": {"objective": objective, "beta": beta}})
+    said = [one.sentence for one in check_unused(Facts(config=config))]
+    assert said == told * [
+        "train.beta is ignored with train.objective=dr_grpo, which has no KL term: leave it out, or use "
+        "train.objective=grpo, in which it weighs the KL"
+    ]

@@ -1,4 +1,4 @@
-"""Checks of a config: of its files, models and data, its task, and its learning rate."""
+"""Checks of a config: of its files, models and data, its task, its learning rate, and what has no effect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from tba_hpc.checks.chat_ends import CONVERSATIONS
 from tba_hpc.checks.facts import Facts, Finding, Level, ok, problem, warning
 from tba_hpc.checks.resources import find_file, missing, missing_sentence, resources
-from tba_hpc.config import Config, ConfigError, dump_config, is_local
+from tba_hpc.config import Config, ConfigError, TrainSection, dump_config, is_local
 from tba_hpc.core.tuned import beyond_tuned
 from tba_hpc.core.wording import did_you_mean
 from tba_hpc.run import modules
@@ -105,6 +105,23 @@ def check_rate(facts: Facts) -> Iterator[Finding]:
     """
     if beyond := beyond_tuned(facts.config) if facts.config else None:
         yield warning("rate and age", *beyond)
+
+
+def check_unused(facts: Facts) -> Iterator[Finding]:
+    """Check that an on-policy run learns from all that it samples, and that a changed train.beta matters."""
+    if facts.config is None:
+        return
+    train, sampled = facts.config.train, facts.config.generator.completions_per_prompt
+    if facts.config.on_policy and sampled > train.completions_per_prompt:
+        found = (
+            f"an on-policy step learns from train.completions_per_prompt={train.completions_per_prompt} of "
+            f"the generator.completions_per_prompt={sampled} completions of a prompt, and the other "
+            f"{sampled - train.completions_per_prompt} are dropped"
+        )
+        yield warning("completions per prompt", found, "make the two keys equal")
+    if not train.objective.weighs_kl and train.beta != TrainSection().beta:
+        found = f"train.beta is ignored with train.objective={train.objective.name}, which has no KL term"
+        yield warning("beta", found, "leave it out, or use train.objective=grpo, in which it weighs the KL")
 
 
 def check_chat_template(facts: Facts) -> Iterator[Finding]:

@@ -12,8 +12,8 @@ from tba_hpc.launch.plan import Plan, Site
 JOBS = (slurm_checks.check_requeue, slurm_checks.check_gpu_request, slurm_checks.check_partitions)
 """Checks of what any job requests."""
 
-CONFIG = (config_checks.check_resources, config_checks.check_rate)
-"""Checks of a config's models, data and learning rate."""
+CONFIG = (config_checks.check_resources, config_checks.check_rate, config_checks.check_unused)
+"""Checks of a config's models and data, of its learning rate, and of what the run would not use."""
 
 DOCTOR = (*CONFIG, config_checks.check_chat_template, config_checks.check_task)
 """Checks that ``tba doctor --config`` makes of the config."""
@@ -25,7 +25,7 @@ FILES = (
 )
 """Checks of a config before any run, on this machine or as a job."""
 
-RUN = (machine.check_engine, machine.check_ports, config_checks.check_task)
+RUN = (machine.check_engine, machine.check_ports, config_checks.check_unused, config_checks.check_task)
 """Checks before ``tba run`` starts ranks, besides FILES."""
 
 SUBMIT = (

@@ -134,6 +134,14 @@ def _override(tree: dict[str, Any], text: str) -> None:
         raise ConfigError(f"--set {text}: YAML reads {value} as a mapping; write '{key}=\"{value}\"'")
 
 
+OBJECTIVES_ELSEWHERE = {
+    "dapo": "its loss is grpo with train.loss_normaliser=batch_tokens",
+    "ppo": "grpo has its clip, but there is no critic",
+    "reinforce": "rloo is REINFORCE with a baseline",
+}
+"""Remedies for names of objectives that other systems have."""
+
+
 def explain(error: ValidationError, model: type[BaseModel], noun: str = "config") -> str:
     """Explain a pydantic error in one sentence: value, rule, remedy.
 
@@ -155,10 +163,12 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
         return str(problem["ctx"]["error"])
     if problem["type"].startswith("union_tag"):
         assert section is not None, "the union is a field of it"
-        names_of = ", ".join(choices(section.model_fields[names[-1]].annotation))
-        names_of = names_of.replace(OWN, f"{OWN} of your own (docs/own-task.md)")
+        valid = list(choices(section.model_fields[names[-1]].annotation))
+        names_of = ", ".join(valid).replace(OWN, f"{OWN} of your own (docs/own-task.md)")
         given = problem["input"].get("name") if isinstance(problem["input"], dict) else problem["input"]
-        return f"{noun} key {key!r} has the value {given!r}, but is one of {names_of}"
+        return (
+            f"{noun} key {key!r} has the value {given!r}, but is one of {names_of}{_meant(str(given), valid)}"
+        )
     rule = problem["msg"][0].lower() + problem["msg"][1:]
     field = section.model_fields.get(names[-1]) if section else None
     if problem["type"] == "string_pattern_mismatch" and field and isinstance(field.default, str):
@@ -166,6 +176,14 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
     if problem["type"] == "string_type" and isinstance(problem["input"], int | float):
         rule += ": put it in quotes"
     return f"{noun} key {key!r} has the value {problem['input']!r}, but {rule}"
+
+
+def _meant(given: str, valid: Sequence[str]) -> str:
+    """Return the end of an error about an unknown variant: the one that was meant; empty if none is near."""
+    close = difflib.get_close_matches(given, valid, n=1)
+    if not close and given in OBJECTIVES_ELSEWHERE:
+        return f": {OBJECTIVES_ELSEWHERE[given]}"
+    return f": did you mean {close[0]!r}?" if close else ""
 
 
 def _place(

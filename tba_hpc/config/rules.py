@@ -237,8 +237,8 @@ def _of_the_exchange(config: Config) -> Iterator[str]:
         yield "launch.searchers=0 with launch.elastic=0 leaves no searcher: raise one of them"
     if bound is not None and every > bound + 1:
         yield (
-            "{exchange.sync_every} lets weights grow older than {exchange.max_staleness} allows: use at most "
-            f"{bound + 1}, or raise the second"
+            "{exchange.sync_every} lets weights grow older than {exchange.max_staleness} allows: set "
+            f"exchange.sync_every to {bound + 1} at most, or raise exchange.max_staleness"
         )
 
 

@@ -314,6 +314,9 @@ def _schedule(value: Any, info: ValidationInfo) -> tuple[tuple[int, float], ...]
         points = tuple((int(step), float(number)) for step, number in pairs)
     except (TypeError, ValueError):
         points = ()
+    if isinstance(value, int | float) and value <= 0:
+        remedy = _without_kl(info) if info.field_name == "beta" else "leave it out"
+        raise ValueError(f"train.{info.field_name}={value} must be above 0: {remedy}")
     steps = [step for step, _ in points]
     if steps[:1] != [0] or steps != sorted(set(steps)) or not all(0 < it < math.inf for _, it in points):
         raise ValueError(
@@ -321,6 +324,14 @@ def _schedule(value: Any, info: ValidationInfo) -> tuple[tuple[int, float], ...]
             "0, or to numbers by step from 0 on, such as {0: 1.0, 128: 0.05}"
         )
     return points
+
+
+def _without_kl(info: ValidationInfo) -> str:
+    """Return the remedy for a train.beta of 0, by which other systems switch the KL term off."""
+    objective = info.data.get("objective", TrajectoryBalance())
+    if not objective.weighs_kl:
+        return f"leave it out, since train.objective={objective.name} has no KL term"
+    return "raise it, or use train.objective=dr_grpo, which has no KL term (as TRL with beta: 0.0)"
 
 
 def _shortest(points: tuple[tuple[int, float], ...]) -> float | list[list[float]]:

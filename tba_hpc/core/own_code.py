@@ -73,14 +73,35 @@ def in_words(error: BaseException) -> str:
     return " ".join(said.split())[:LONGEST_MESSAGE]
 
 
+def raised_at(error: BaseException) -> str:
+    """Return a phrase with an exception of user code and the line that raised it, if that is known.
+
+    For example: raised KeyError: 'gold' (r.py:7 in reward).
+    """
+    where = _last_line(traceback.extract_tb(error.__traceback__))
+    return f"raised {in_words(error)}{where and f' ({where})'}"
+
+
 def where_is(thread: int) -> tuple[str, str]:
     """Return the line of user code that a thread executes (``r.py:7 in reward``), and the thread's stack.
 
     thread: its identifier, as in threading.get_ident.
     """
     stack = traceback.extract_stack(sys._current_frames()[thread])
-    last = next((frame for frame in reversed(stack) if not frame.filename.startswith(LIBRARIES)), stack[-1])
-    return f"{Path(last.filename).name}:{last.lineno} in {last.name}", "".join(stack.format())
+    return _last_line(stack) or _line(stack[-1]), "".join(stack.format())
+
+
+def _last_line(stack: traceback.StackSummary) -> str:
+    """Return the last line of user code in a stack (``r.py:7 in reward``); empty if there is none.
+
+    Files with relative paths are a library's compiled ones, and those without a path are made by exec.
+    """
+    own = (f for f in reversed(stack) if f.filename.startswith("/") and not f.filename.startswith(LIBRARIES))
+    return next(map(_line, own), "")
+
+
+def _line(frame: traceback.FrameSummary) -> str:
+    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
 
 
 def _refusal(key: str, name: str, error: BaseException) -> ConfigError:

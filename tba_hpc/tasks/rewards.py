@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from tba_hpc.config import ConfigError, RewardSection
-from tba_hpc.core.own_code import IN_TIME, OF_A_FILE, find_function, in_words, where_is
+from tba_hpc.core.own_code import IN_TIME, OF_A_FILE, find_function, in_words, raised_at, where_is
 from tba_hpc.core.wording import did_you_mean
 from tba_hpc.tasks.judge import Judge
 from tba_hpc.tasks.program import Program
@@ -40,7 +40,10 @@ TRIAL_SECONDS = 10.0
 TRIAL_COMPLETIONS = 8
 """Largest number of empty completions in a trial call. Each may cost a request to a judge."""
 
-ONE_ROW = "these are texts, and every other argument is the value of their row, not a list with one for each"
+ONE_ROW = (
+    "the argument completions is a list of texts, and any other argument is the row's one value, not a list "
+    "with one for each"
+)
 """Explanation for functions written for TRL, where the other arguments are lists."""
 
 ONE_GROUP = "if it raises during the run, that group is set aside, and ten such groups in a row end the run"
@@ -146,10 +149,10 @@ class Function:
                 f"{self._key} raised {in_words(error)}, whatever the completion: correct its arguments"
             )
         if isinstance(error, FileNotFoundError):
-            log.warning("%s raised %s on an empty completion: %s", self._key, in_words(error), OF_A_FILE)
+            log.warning("%s %s on an empty completion: %s", self._key, raised_at(error), OF_A_FILE)
         elif error and not isinstance(error, NoNumberError):
             what = ONE_ROW if self._together else ONE_GROUP
-            log.warning("%s raised %s on empty completions: %s", self._key, in_words(error), what)
+            log.warning("%s %s on empty completions: %s", self._key, raised_at(error), what)
         if isinstance(error, NoNumberError):  # other errors may be caused by the empty text
             raise ConfigError(f"{error}: give a number for each completion")
 
