@@ -90,16 +90,17 @@ def test_rewards_that_raise_cost_their_group(tmp_path: Path, caplog: pytest.LogC
     assert rejected(run) == S * task.groups - len(kept) > 0
     (line,) = [record for record in caplog.records if record.exc_info]
     assert "rewards() of prompt 1 (request " in line.message
-    assert (
-        "raised KeyError: 'no\\nanswer'; these trajectories are set aside (0 like it before; one in "
-        in line.message
+    assert re.search(
+        r"raised KeyError: 'no\\nanswer' at test_scorer\.py:\d+ in raise_at_prompt_1; these trajectories are "
+        r"set aside \(0 like it before; one in ",
+        line.message,
     )
 
 
 @pytest.mark.parametrize(
     ("fault", "last"),
     [
-        (lambda *_: 1 / 0, r"raised ZeroDivisionError: division by zero"),
+        (lambda *_: 1 / 0, r"raised ZeroDivisionError: division by zero at test_scorer\.py:\d+ in <lambda>"),
         (lambda prompt, rewards, groups: [math.nan] * S, r"gave 12 of 12 that are not finite"),
     ],
 )

@@ -79,8 +79,21 @@ def where_is(thread: int) -> tuple[str, str]:
     thread: its identifier, as in threading.get_ident.
     """
     stack = traceback.extract_stack(sys._current_frames()[thread])
-    last = next((frame for frame in reversed(stack) if not frame.filename.startswith(LIBRARIES)), stack[-1])
-    return f"{Path(last.filename).name}:{last.lineno} in {last.name}", "".join(stack.format())
+    return _last_own(stack) or _line(stack[-1]), "".join(stack.format())
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the line of user code that raised an error, in the words of ``where_is``; "" if none did."""
+    return _last_own(traceback.extract_tb(error.__traceback__))
+
+
+def _last_own(stack: traceback.StackSummary) -> str:
+    own = (frame for frame in reversed(stack) if not frame.filename.startswith(LIBRARIES))
+    return next(map(_line, own), "")
+
+
+def _line(frame: traceback.FrameSummary) -> str:
+    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
 
 
 def _refusal(key: str, name: str, error: BaseException) -> ConfigError:

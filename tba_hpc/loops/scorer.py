@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.own_code import in_words
+from tba_hpc.core.own_code import in_words, raised_at
 from tba_hpc.core.ports import EngineError, Reference, Task
 from tba_hpc.core.task_contract import (
     Failures,
@@ -406,4 +406,7 @@ NOTHING = Scored()
 
 def _end_of(error: BaseException) -> str:
     """Return why a call of the task gave no result, as the end of a sentence that begins with the call."""
-    return str(error) if isinstance(error, OverranError) else f"raised {in_words(error)}"
+    if isinstance(error, OverranError):
+        return str(error)
+    line = raised_at(error)
+    return f"raised {in_words(error)}{line and f' at {line}'}"
