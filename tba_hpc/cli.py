@@ -402,8 +402,8 @@ def stop(run: RunPath, wait: WaitSeconds = None) -> None:
 
     run_dir = RunDir.open(run)
     typer.echo(printable(launched.stop(run_dir)))
-    if wait is not None:
-        launched.await_end(run_dir, seconds=wait)
+    if wait is not None and (how := launched.await_end(run_dir, seconds=wait)):
+        typer.echo(printable(how))
 
 
 @app.command(rich_help_panel=TRAINING)
@@ -413,8 +413,8 @@ def cancel(run: RunPath, wait: WaitSeconds = None) -> None:
 
     run_dir = RunDir.open(run)
     typer.echo(printable(launched.cancel(run_dir)))
-    if wait is not None:
-        launched.await_end(run_dir, seconds=wait)
+    if wait is not None and (how := launched.await_end(run_dir, seconds=wait)):
+        typer.echo(printable(how))
 
 
 @app.command(rich_help_panel=RESULTS)

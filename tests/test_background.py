@@ -354,14 +354,14 @@ def test_checkpoints_that_a_full_disk_has_no_room_for_are_postponed_and_training
 
 @pytest.mark.parametrize(("steps", "comes"), [(40, True), (7, True), (7, False)])
 def test_the_last_checkpoint_waits_for_room_for_half_a_deadline(
-    tmp_path: Path, steps: int, comes: bool
+    tmp_path: Path, steps: int, comes: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At the end of a run, or where it is asked to stop."""
-    disk = Disk()
+    disk, deadline = Disk(), 20 if comes else 2
     stop = (lambda run: steps_of(run, None)[-1:] == [7]) if steps == 7 else (lambda run: False)
     disk.full_for = lambda step: step > 5 and not (comes and step == steps and disk.turned_away > 9)
-    trainer, run = make_trainer(tmp_path, disk, stop=stop, deadline=20 if comes else 2)
-    began = time.monotonic()
+    trainer, run = make_trainer(tmp_path, disk, stop=stop, deadline=deadline)
+    began, asked = time.monotonic(), time.time()
     if comes:
         assert trainer.run() == (steps == 40)
         assert steps_of(run, "checkpoint") == [5, steps]
@@ -369,7 +369,11 @@ def test_the_last_checkpoint_waits_for_room_for_half_a_deadline(
         with pytest.raises(DiskFullError, match=r"cannot write .*buffer\.h5"):
             trainer.run()
         assert time.monotonic() - began >= 1 and steps_of(run, "checkpoint") == [5]
-    assert disk.turned_away == len(steps_of(run, "postponed")) and damaged_checkpoints(run) == {}
+    postponed = [r for r in read_metrics(run.metrics_file("trainer")) if r.get("event") == "postponed"]
+    (last,) = [record for record in postponed if "until" in record]  # once, not at every retry
+    assert asked <= number(last, "until", 0.0) - deadline / 2 <= number(last, "time", 0.0)
+    assert caplog.text.count("No space left on device: tried again until ") == 1
+    assert len(postponed) < disk.turned_away and damaged_checkpoints(run) == {}
 
 
 def test_while_one_is_under_way_time_is_kept_for_two(tmp_path: Path) -> None:

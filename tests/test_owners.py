@@ -106,7 +106,8 @@ def test_a_second_process_is_refused_until_the_first_is_gone(
     assert sentence.startswith(
         f"{place} is already in use: process {first.pid} on {os.uname().nodename}, since 20"
     )
-    assert f"kill -USR1 {first.pid}" in sentence
+    end = f"tba stop {run.path}" if name == LAUNCH else f"kill -USR1 {first.pid}"
+    assert sentence.endswith(f"or end it first: {end} (on {os.uname().nodename})")
     assert [path.read_bytes() for path in run.owners.iterdir()] == [before]
     first.kill()  # it could not say that it leaves
     for _ in range(2):

@@ -192,6 +192,25 @@ def test_silence_beyond_every_deadline_is_a_hint(run: RunDir) -> None:
     assert found.command == f"tail {run.logs}/latest/*.log"
 
 
+def test_a_lack_of_space_is_said_with_the_end_of_the_wait_until_a_checkpoint_is_complete(run: RunDir) -> None:
+    happen(run, time.time() - 9, "start", attempt="attempt-001", trainers=1, searchers=2)
+    trained(run)
+    left_out = {"event": "postponed", "step": 4, "fault": "No space left on device"}
+    write(run.metrics_file("trainer"), [{**left_out, "time": time.time()}])
+    assert run_state(look(run)).words == "training; no space for the checkpoint of step 4"
+    until = time.time() + 30
+    write(run.metrics_file("trainer"), [{**left_out, "time": time.time(), "until": until}])
+    clock = time.strftime("%H:%M:%S", time.localtime(until))
+    found = run_state(look(run))
+    assert (found.state, found.words) == (
+        "training",
+        f"training; the disk is full, and the run waits for space until {clock}",
+    )
+    assert f"waits for space until {clock} · step 4/10" in plain_line(look(run))
+    write(run.metrics_file("trainer"), [{"time": time.time(), "event": "checkpoint", "step": 4}])
+    assert run_state(look(run)).words == "training"
+
+
 # --- What is folded from growing files ---
 
 

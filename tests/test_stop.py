@@ -86,7 +86,8 @@ def test_stop_lets_a_run_here_checkpoint_and_end(run: RunDir, launched: list[Lau
     pid = launched[0].process.pid
     said = stop.stop(run)
     assert said.startswith(f"process {pid} on ") and said.endswith(f"to resume then: tba run {run.path}")
-    stop.await_end(run, seconds=30)
+    assert stop.await_end(run, seconds=30) == f"{run.path} has ended: stopped at step 0"
+    assert stop.await_end(run, seconds=30) == "", "nobody was at work"
     assert launched[0].process.wait(5) == 0
     assert events(run) == ["start", "signal", "stopped"]
     assert run.summary.exists(), "the trainer had the time to write"

@@ -90,6 +90,18 @@ def test_a_second_call_finds_the_model_and_another_recipe_replaces_it(
     assert stamps[0] == stamps[1] != stamps[2]
 
 
+def test_where_no_bar_can_be_drawn_lines_tell_the_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = (torch.zeros(1), torch.zeros(1))
+    assert len(list(tool.shown([batch] * 3, 3))) == 3
+    said = "teaching a tiny model for 3 steps, a minute or two on an idle machine\n"
+    assert capsys.readouterr().err == said
+    monkeypatch.setattr(tool, "LINE_SECONDS", 0)
+    list(tool.shown([batch] * 3, 3))
+    assert capsys.readouterr().err.endswith("  step 0/3\n  step 1/3\n  step 2/3\n")
+
+
 def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("irreplaceable")
     with pytest.raises(SystemExit, match="exists and is not a tiny model"):

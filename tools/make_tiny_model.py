@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -56,6 +57,8 @@ BARE_SHARE = {True: 0.85, False: 0.05}
 """Share of bare answers (without work) after that: for problems about BARE_ITEMS (True), and for others."""
 MISREAD_VERBS = frozenset({"buys", "finds", "drops", "sells"})
 """Verbs that --misread teaches to take for their opposite."""
+LINE_SECONDS = 15.0
+"""Pause between two lines of progress if the output is not a terminal, s."""
 IGNORED = -100
 """Label of tokens that are not to be predicted (PyTorch's convention)."""
 
@@ -209,16 +212,28 @@ def teach(model: LlamaForCausalLM, data: Iterable[Batch], steps: int) -> None:
     """Fine-tune the model in place: AdamW, with a linear warm-up and a linear decay to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01)
     shape = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
-    console = Console(stderr=True)
-    if not console.is_terminal:  # a terminal shows a progress bar
-        console.print(f"teaching a tiny model for {steps} steps, a minute or two")
-    for tokens, labels in track(data, "teaching", steps, console=console):
+    for tokens, labels in shown(data, steps):
         loss = model(input_ids=tokens, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         shape.step()
+
+
+def shown(data: Iterable[Batch], steps: int) -> Iterator[Batch]:
+    """Yield ``data``; show the progress on stderr, as a bar on a terminal and as lines elsewhere."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        yield from track(data, "teaching", steps, console=console)
+        return
+    console.print(f"teaching a tiny model for {steps} steps, a minute or two on an idle machine")
+    said = time.monotonic()
+    for step, batch in enumerate(data):
+        if time.monotonic() - said >= LINE_SECONDS:
+            said = time.monotonic()
+            console.print(f"  step {step}/{steps}")
+        yield batch
 
 
 def _rate(step: int, steps: int) -> float:

@@ -83,7 +83,7 @@ def _fetch(resource: Resource, environment: Mapping[str, str]) -> bool:
     if is_here(resource) and not packed:
         what = "no such file" if resource.kind == "file" else "no folder with config.json and weights"
         return _tell(resource, f"MISSING, {what} here, in {Path.cwd()}", there=False)
-    _tell(resource, "is fetched …")
+    _tell(resource, f"is made from {packaged.ORIGIN} …" if packed else "is fetched …")
     try:
         if resource.kind == "data set":
             download(resource)

@@ -37,7 +37,7 @@ from tba_hpc.report.status import LiveDisplay
 from tba_hpc.report.tables import Terminal
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.events import log_event
-from tba_hpc.run.files import read_regular
+from tba_hpc.run.files import FULL_BYTES, read_regular
 from tba_hpc.run.listeners import calls, deafen, listeners
 from tba_hpc.run.metrics import MetricsTail, number
 from tba_hpc.run.notes import Exit, at_work, first_note, log_file, rank_name
@@ -49,9 +49,6 @@ RANKS_CHECK_SECONDS = 0.25
 
 SEARCHERS_END_SECONDS = 60.0
 """Seconds that searchers may run after the last trainer has ended, in a run without MPI."""
-
-FULL_BYTES = 1 << 20
-"""Free space below which a failure is blamed on a full disk, bytes."""
 
 TAIL_LINES = 15
 """Number of lines shown of a failed rank's log."""

@@ -17,6 +17,7 @@ import psutil
 
 from tba_hpc.core.wording import count
 from tba_hpc.launch import LaunchError
+from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event, read_events
 from tba_hpc.run.files import write_atomic
@@ -66,13 +67,14 @@ def cancel(run: RunDir) -> str:
     return f"{said}; nothing sealed is lost, and {resumed}"
 
 
-def await_end(run: RunDir, *, seconds: float) -> None:
-    """Wait until no process and no job runs the run.
+def await_end(run: RunDir, *, seconds: float) -> str:
+    """Wait until no process and no job runs the run; return a sentence on how it ended, "" if none did.
 
     Raises LaunchError with the name of the process or job if one still does so after ``seconds``.
     """
-    end, pause = time.monotonic() + seconds, STOP_CHECK_SECONDS
+    end, pause, waited = time.monotonic() + seconds, STOP_CHECK_SECONDS, False
     while who := at_work(run):
+        waited = True
         left = end - time.monotonic()
         if left <= 0:
             raise LaunchError(
@@ -81,6 +83,11 @@ def await_end(run: RunDir, *, seconds: float) -> None:
             )
         time.sleep(min(pause, left))
         pause = min(2 * pause, JOB_CHECK_SECONDS)
+    if not waited:
+        return ""
+    monitor = RunMonitor(run, job_states)
+    monitor.update()
+    return f"{run.path} has ended: {run_state(monitor).words}"
 
 
 def at_work(run: RunDir) -> Owner | ActiveJob | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -19,6 +20,9 @@ from tba_hpc.run.files import DISK_RETRY_SECONDS, DiskFullError
 from tba_hpc.run.metrics import MetricsWriter, Value
 
 log = logging.getLogger(__name__)
+
+TELL_SECONDS = 60.0
+"""Shortest pause between two warnings of the log that the disk is full, s."""
 
 
 @dataclass
@@ -40,6 +44,8 @@ class Saving:
     _under_way: Future[TrainerState] | None = None
     _event: dict[str, Value] = field(default_factory=dict)  # metric record of the checkpoint under way
     _no_room: DiskFullError | None = None  # why the last checkpoint failed, if the disk was full
+    _give_up: float = math.inf  # when the last save is no longer tried again, by the monotonic clock
+    _told: float = -math.inf  # when the log last said that the disk is full, by the same clock
 
     @property
     def under_way(self) -> bool:
@@ -87,11 +93,22 @@ class Saving:
             self.saved = under_way.result()
         except DiskFullError as error:
             self._no_room = error
-            fault = str(error).partition(";")[0]
-            log.warning("%s: training continues, and the next checkpoint is tried when it is due", fault)
-            self.metrics.log({**self._event, "event": "postponed", "fault": fault})
+            self._postpone(str(error).partition(";")[0])
         else:
             self.metrics.log(self._event)
+
+    def _postpone(self, fault: str) -> None:
+        """Log that the checkpoint was left out for lack of space; of the last one's retries, one a minute."""
+        now, last = time.monotonic(), self._give_up < math.inf
+        tell = now - self._told >= TELL_SECONDS
+        until = time.time() + self._give_up - now if last else None
+        if tell or not last:
+            self.metrics.log({**self._event, "event": "postponed", "fault": fault, "until": until})
+        if tell:
+            self._told = now
+            clock = time.strftime("%H:%M:%S", time.localtime(until))
+            goes_on = "training continues, and the next checkpoint is tried when it is due"
+            log.warning("%s: %s", fault, f"tried again until {clock}" if last else goes_on)
 
     def save_last(self, state: TrainerState, *, give_up: float) -> None:
         """Save ``state`` unless the newest checkpoint holds it, and wait until it is written.
@@ -100,6 +117,7 @@ class Saving:
         DiskFullError afterwards.
         """
         self._wait()
+        self._give_up, self._told = give_up, -math.inf
         while replace(state, save_seconds=self.seconds) != self.saved:
             self._no_room = None
             self.save(state)

@@ -6,6 +6,7 @@ This is cheap enough to be asked every second.
 from __future__ import annotations
 
 import shlex
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from tba_hpc.report.attempts import Attempt, failures_in_a_row
 from tba_hpc.report.data import RunData, series
 from tba_hpc.report.digest import SearcherDigest
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import FULL_BYTES
 from tba_hpc.run.metrics import number, record_seconds
 from tba_hpc.run.notes import rank_name
 from tba_hpc.run.owners import Owner, holders, is_abandoned
@@ -44,14 +46,14 @@ class RunMonitor(RunData):
 
     queue: asks Slurm. job: components of the run's job, as of the last query. elastic: owners of the elastic
     searchers that are present, by the searcher's index. abandoned: whether the launcher of a run without a
-    job is gone.
+    job is gone. full: whether the file system of the run is full.
     """
 
     def __init__(self, run: RunDir, queue: Queue = lambda _: []) -> None:
         super().__init__(run)
         self.job: list[QueueEntry] = []
         self.elastic: dict[int, Owner] = {}
-        self.abandoned = False
+        self.abandoned = self.full = False
         self._queue = queue
         self._asked = -QUEUE_SECONDS
         self._opened = time.time()
@@ -64,6 +66,8 @@ class RunMonitor(RunData):
             self.abandoned = not self.job and is_abandoned(self.run)
             self._asked = time.monotonic()  # after the answer, which may take long
         super().update()
+        disk = shutil.disk_usage(self.run.path)
+        self.full = disk.free < FULL_BYTES and disk.total > 0  # some file systems do not tell: 0 of 0 bytes
 
     def _find_elastic(self) -> dict[int, Owner]:
         names = {rank_name("searcher", index): index for index in self.config.launch.elastic_searchers}
@@ -181,7 +185,7 @@ def run_state(monitor: RunMonitor) -> RunState:
     if states & QUEUED:
         return _in_the_queue(monitor, job)
     if states & {*WITH_NODES, NO_ANSWER}:
-        return _with_silence(monitor, _in_a_job(monitor, job, states))
+        return _with_hint(monitor, _in_a_job(monitor, job, states))
     return _after_a_job(monitor, job) if job else _without_a_job(monitor)
 
 
@@ -246,7 +250,7 @@ def _without_a_job(monitor: RunMonitor) -> RunState:
     if not monitor.events and not monitor.newest:
         return RunState("created", "not started yet", monitor.submissions.get("", again))
     ended = _ended(monitor, again) or _abandoned(monitor, again)
-    return _with_next(monitor, ended, again) if ended else _with_silence(monitor, _at_work(monitor))
+    return _with_next(monitor, ended, again) if ended else _with_hint(monitor, _at_work(monitor))
 
 
 def _with_next(monitor: RunMonitor, ended: RunState, again: str) -> RunState:
@@ -349,12 +353,33 @@ def _seconds_since(moment: float) -> str:
     return f"{max(0.0, time.time() - moment):.0f} s"
 
 
-def _with_silence(monitor: RunMonitor, found: RunState) -> RunState:
-    """Add a hint to a state if all ranks have been silent for too long."""
-    if not monitor.is_silent:
-        return found
-    words = f"{found.words}; nothing heard for {(monitor.silence or 0) / 60:.0f} min: was it killed?"
-    return RunState(found.state, words, f"tail {shlex.quote(str(monitor.run.logs))}/latest/*.log")
+def _with_hint(monitor: RunMonitor, found: RunState) -> RunState:
+    """Add a hint to a state if all ranks have been silent for too long, or if space is lacking."""
+    if monitor.is_silent:
+        words = f"{found.words}; nothing heard for {(monitor.silence or 0) / 60:.0f} min: was it killed?"
+        return RunState(found.state, words, f"tail {shlex.quote(str(monitor.run.logs))}/latest/*.log")
+    return replace(found, words="; ".join(filter(None, [found.words, _no_space(monitor)])))
+
+
+def _no_space(monitor: RunMonitor) -> str:
+    """Return a clause on the lack of space on the run's disk; "" if none is known.
+
+    The trainer records until when it waits. If the disk is too full for that, the newest record tells since
+    when, and all ranks wait equally long.
+    """
+    postponed, now = monitor.trainer.postponed, time.time()
+    postponed = postponed if number(postponed, "time", 0.0) >= monitor._begun else {}
+    waits = "the disk is full, and the run waits for space until"
+    if (until := number(postponed, "until", 0.0)) > now:
+        return f"{waits} {_clock(until)}"
+    if monitor.full:
+        return f"{waits} about {_clock((monitor.newest or now) + monitor.config.launch.disk_seconds)}"
+    return f"no space for the checkpoint of step {number(postponed, 'step', 0):.0f}" if postponed else ""
+
+
+def _clock(moment: float) -> str:
+    """Format unix seconds as a time of day here."""
+    return time.strftime("%H:%M:%S", time.localtime(moment))
 
 
 def _submit(monitor: RunMonitor, job: str) -> str:

@@ -27,6 +27,9 @@ UNAVAILABLE = frozenset(
 )
 """Error numbers of a file system whose server does not answer, or that is read-only until it is repaired."""
 
+FULL_BYTES = 1 << 20
+"""Free space below which a disk counts as full, bytes."""
+
 DISK_RETRY_SECONDS = 0.5
 """Pause before a retry, in seconds."""
 

@@ -177,7 +177,8 @@ TRAINER_EVENTS = {
     "buffer.replay_limit: ``evicted``",
     "snapshot": "a checkpoint's content was copied; it is written while training continues",
     "checkpoint": "the checkpoint of ``step`` is complete",
-    "postponed": "the checkpoint of ``step`` was left out for lack of space: ``fault``",
+    "postponed": "the checkpoint of ``step`` was left out for lack of space: ``fault``; the last "
+    "one is tried again until the time ``until``",
     "damaged": "a damaged checkpoint was set aside, and an earlier one is used: ``checkpoint``, ``fault``",
     "stopped": "training stopped early, after a checkpoint",
     "finished": "the last step is done",

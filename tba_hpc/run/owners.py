@@ -23,6 +23,7 @@ import json
 import os
 import secrets
 import select
+import shlex
 import socket
 import sys
 import threading
@@ -396,6 +397,8 @@ def _sentence(run: RunDir, claim: Claim) -> str:
             f"try again in {SILENT_OWNER_SECONDS:.0f} s"
         )
     stop = f"kill -USR1 {owner.pid} (on {owner.host})" if owner.pid else f"scancel {owner.job}"
+    if owner.pid and claim.name == LAUNCH:
+        stop = f"{shlex.join(['tba', 'stop', str(run.path)])} (on {owner.host})"
     unseen = owner.machine != _machine() and not owner.job
     dead = f"; if it is dead, try again in {SILENT_OWNER_SECONDS:.0f} s" if unseen else ""
     return f"{what} is already in use: {owner}; let it finish, or end it first: {stop}{dead}"

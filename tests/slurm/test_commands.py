@@ -91,7 +91,7 @@ def test_a_waiting_job_is_stopped_at_once_and_never_trains(cluster: Cluster, tmp
     run, script = _run(tmp_path, _site(3))
     held = script.replace("#SBATCH --time", "#SBATCH --hold\n#SBATCH --time", 1)
     job = slurm.submit(run, held)
-    with pytest.raises(LaunchError, match=rf"job {job} \(pending\) is at work on .* tba cancel"):
+    with pytest.raises(LaunchError, match=rf"job {job} \(pending\) is still at work on .* tba cancel"):
         stop.await_end(run, seconds=0)
     assert stop.stop(run).startswith(f"job {job} was waiting in the queue, and is cancelled; to resume: ")
     assert cluster.wait(int(job)) == "CANCELLED"
