@@ -91,7 +91,7 @@ def test_rewards_that_raise_cost_their_group(tmp_path: Path, caplog: pytest.LogC
     (line,) = [record for record in caplog.records if record.exc_info]
     assert "rewards() of prompt 1 (request " in line.message
     assert (
-        "raised KeyError: 'no\\nanswer'; these trajectories are set aside (0 like it before; one in "
+        "raised KeyError: 'no\\nanswer'; these trajectories are set aside (0 before for this reason; one in "
         in line.message
     )
 
@@ -496,7 +496,9 @@ class Silent(TabularTask):
 def test_an_answer_without_a_reward_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert [one.correct for one in judge(tmp_path, Silent(), 1)] == [True, True, False, True]
     (told,) = [record.message for record in caplog.records if "grades()" in record.message]
-    assert told.startswith("grades() gave nan for test prompt 2; this one counts as wrong (0 like it before")
+    assert told.startswith(
+        "grades() gave nan for test prompt 2; this one counts as wrong (0 before for this reason"
+    )
 
 
 class Numbered(TabularReference):
