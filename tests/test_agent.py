@@ -22,9 +22,10 @@ import pytest
 from conversing import REWRITING, Stage, make_tokenizer
 
 from tba_hpc.config import ConfigError, TaskSection
-from tba_hpc.core.types import Completion, Publication, Request, Sampling, WeightUpdate
+from tba_hpc.core.types import Completion, Prompt, Publication, Request, Sampling, WeightUpdate
 from tba_hpc.environments.agent import Agent
 from tba_hpc.environments.endpoint import LARGEST_BODY
+from tba_hpc.environments.protocol import ChatRequest, RefusedError
 from tba_hpc.run.listeners import owner
 from tba_hpc.tasks import load_task
 
@@ -400,19 +401,22 @@ def test_versions_are_of_the_first_and_the_last_turn(stage: Callable[..., Stage]
 # --- What costs an episode ---
 
 BAD = {
-    "asks for nothing": ("print(1)", "my_agent.py ended with status 0 before its first request$"),
+    "asks for nothing": ("print(1)", "my_agent.py ended with status 0 before a request that was answered$"),
     "is killed": ("ask(user('Go.')); os.kill(os.getpid(), 9)", "SIGKILL and no reward: its last line was ''"),
     "dies": ("ask(user('Go.')); raise SystemExit('I give up')", "status 1 and no reward: I give up"),
     "cannot start": ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
     "hangs": ("ask(user('Go.')); time.sleep(60)", "took more than step_seconds"),
     "hangs at once": ("time.sleep(60)", "took more than step_seconds"),
-    "floods": ("ask(user('Go.'))\nwhile True: print('x' * 1000)", "File too large"),
+    "floods": (
+        "ask(user('Go.'))\nwhile True: print('x' * 1000)",
+        "SIGXFSZ and no reward: it wrote more than 16 MiB of output$",
+    ),
     "eats memory": ("ask(user('Go.')); b'x' * (1 << 40)", "MemoryError"),
     "says no number": ("ask(user('Go.')); print('well')", "status 0 and no reward: its last line was 'well'"),
     "takes another way": ("ask(user('Go.'), temperature=0.5)", "status 1"),
     "has another beginning": (
         "ask(user(f'Go. {os.getpid()}')); print(1)",
-        "differs from that of earlier episodes",
+        "differs from that of earlier episodes .* send it alone",
     ),
     "has a wrong key": ("ask(user('Go.'), key='x')", "401"),
     "uses OpenAI's other API": (
@@ -436,6 +440,7 @@ def test_a_program_that_fails_costs_its_episode(
     assert np.isnan(rewards).sum() == (1 if how == "has another beginning" else 2)  # the second to begin
     errors = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
     assert any(re.search(reason, error) for error in errors), errors
+    assert "the program of train prompt 0 failed in turn" in caplog.text
     assert re.search(reason, group.completions[-1].fault) or how == "has another beginning"
     assert made.play(prompt=1).completions[0].reward == 1.0
 
@@ -484,6 +489,24 @@ def test_in_evaluations_a_program_may_state_how_training_samples(stage: Callable
     made = stage(f"{RAW}\nask(user('Go.'), temperature=0.5); print(1)", ["So."], {})
     made.generator.submit(Request(made.task.prompts("test")[0], 0, 1, Sampling(0.0, 1.0, 100), "test"))
     assert made.finish(1)[0].completions[0].reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"seed": 1}, "seed is not supported: leave it out"),
+        ({"response_format": {"type": "text"}}, "response_format is not supported: leave it out"),
+        ({"logprobs": True}, "logprobs must be False: change it, or leave it out"),
+        ({"n": 2}, "n must be 1: change it, or leave it out"),
+        ({"tool_choice": "required"}, "tool_choice must be 'auto' or 'none': change it, or leave it out"),
+        ({"temperature": 0.5}, "temperature=0.5, but the run samples with 1: leave it out"),
+    ],
+)
+def test_a_refusal_names_the_parameter_and_the_remedy(more: dict[str, object], sentence: str) -> None:
+    request = Request(Prompt(0, np.ones(1, np.int32), ""), 0, 1, Sampling(1.0, 1.0, 100))
+    body = {"messages": [{"role": "user", "content": "Go."}], **more}
+    with pytest.raises(RefusedError, match=f"^{re.escape(sentence)}$"):
+        ChatRequest.of(json.dumps(body).encode(), request)
 
 
 def test_what_cannot_be_an_agent_is_refused(stage: Callable[..., Stage]) -> None:

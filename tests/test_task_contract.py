@@ -14,6 +14,8 @@ from byte_tokenizer import ByteTokenizer, completion
 from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.core.ports import Task
 from tba_hpc.core.task_contract import (
+    MOST_REASONS,
+    Failures,
     checked_correct,
     checked_grades,
     checked_parts,
@@ -231,3 +233,52 @@ def test_grades_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch, giv
     monkeypatch.setattr(Own, "grades", lambda self: given, raising=False)
     with pytest.raises(ConfigError, match=r"Own: grades\(\) gave .*, but 2 completions need a number each"):
         checked_grades(own(Own), 2)
+
+
+def note_all(failures: Failures, texts: Sequence[str]) -> None:
+    """Note a failure for each text, the error's."""
+    for place, text in enumerate(texts):
+        failures.note(f"episode {place} failed", ValueError(text))
+
+
+def test_the_first_failure_for_each_reason_is_logged_and_then_one_in_a_hundred(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Reasons that differ in numbers alone are one."""
+    note_all(
+        Failures("Own", "failures", "on"), [f"{why}={i / 2}" for i in range(201) for why in ("n", "seed")]
+    )
+    logged = [(0, 0), (1, 0), (200, 100), (201, 100), (400, 200), (401, 200)]
+    assert caplog.messages == [
+        f"episode {place} failed; on ({before} before for this reason; one in 100 is logged)"
+        for place, before in logged
+    ]
+
+
+def test_failures_without_an_error_have_what_happened_as_their_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failures = Failures("Own", "failures", "on")
+    for place in range(50):
+        failures.note(f"prompt {place} gave nan", None)
+        failures.note(f"prompt {place} gave inf", None)
+    assert [said.partition(";")[0] for said in caplog.messages] == ["prompt 0 gave nan", "prompt 0 gave inf"]
+
+
+def test_reasons_beyond_a_bound_are_counted_together(caplog: pytest.LogCaptureFixture) -> None:
+    """If every failure has a reason of its own, the log and the memory stay small."""
+    note_all(Failures("Own", "failures", "on"), ["x" * i for i in range(MOST_REASONS + 250)])
+    assert len(caplog.messages) == MOST_REASONS + 3
+    beyond = [said.partition("(")[2] for said in caplog.messages[MOST_REASONS:]]
+    assert [said.partition(" before for reasons beyond the first 100;")[0] for said in beyond] == [
+        "0",
+        "100",
+        "200",
+    ]
+
+
+def test_failures_for_different_reasons_count_towards_one_limit() -> None:
+    failures = Failures("Own", "failures", "on", limit=3)
+    note_all(failures, ["a", "b"])
+    with pytest.raises(ConfigError, match="the task Own had 3 failures in a row, at last episode 0 failed: "):
+        note_all(failures, ["c"])

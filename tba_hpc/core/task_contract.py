@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import reprlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,13 +18,20 @@ from typing import Any, cast
 import numpy as np
 
 from tba_hpc.config import ConfigError
+from tba_hpc.core.own_code import in_words
 from tba_hpc.core.ports import Task
 from tba_hpc.core.types import Completion, Prompt, Split
 
 log = logging.getLogger(__name__)
 
 TOLD_EVERY = 100
-"""Of each kind of failure the first is logged, and after that one in this many."""
+"""Of failures for the same reason the first is logged, and after that one in this many."""
+
+MOST_REASONS = 100
+"""Number of reasons that are told apart; any others are counted as one."""
+
+OTHER_REASONS = f"reasons beyond the first {MOST_REASONS}"
+NUMBER = re.compile(r"\d[\w.]*")
 
 
 def class_name(task: Task) -> str:
@@ -171,19 +179,23 @@ class Failures:
     then: str
     limit: float = math.inf
     in_a_row: int = 0
-    _seen: Counter[type | None] = field(default_factory=Counter)
+    _seen: Counter[str] = field(default_factory=Counter)
 
     def note(self, what: str, error: BaseException | None, *, counts: bool = True) -> None:
-        """Count a failure. Log it if it is the first of its kind, and then every TOLD_EVERY-th.
+        """Count a failure. Log it if it is the first for its reason, and then every TOLD_EVERY-th.
 
-        what: clause that describes the failure. error: the exception, if any; its type is the kind. counts:
-        whether the failure counts towards the limit. Raises ConfigError at the limit.
+        what: clause that describes the failure. error: the exception, if any. The reason is the exception's
+        text, or ``what`` if there is none, without its numbers. counts: whether the failure counts towards
+        the limit. Raises ConfigError at the limit.
         """
-        kind = type(error) if error else None
-        before = self._seen[kind]
-        self._seen[kind] += 1
+        reason = NUMBER.sub("#", in_words(error) if error else what)
+        if reason not in self._seen and len(self._seen) >= MOST_REASONS:
+            reason = OTHER_REASONS
+        before = self._seen[reason]
+        self._seen[reason] += 1
         if before % TOLD_EVERY == 0:
-            note = f"{what}; {self.then} ({before} like it before; one in {TOLD_EVERY} is logged)"
+            whose = reason if reason is OTHER_REASONS else "this reason"
+            note = f"{what}; {self.then} ({before} before for {whose}; one in {TOLD_EVERY} is logged)"
             log.warning("%s", note, exc_info=error)
         self.in_a_row += counts
         if self.in_a_row >= self.limit:

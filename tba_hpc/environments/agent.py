@@ -106,7 +106,7 @@ class ProgramSession:
         )
         added = self._next()
         if not added and (ended := self.end()):
-            why = f"status {ended.status} before its first request: {ended.last_error}"
+            why = f"status {ended.status} before a request that was answered: {ended.last_error}"
             raise ProgramError(f"{self.task.command} ended with {why.rstrip(': ')}")
         assert self.asked
         return added, self.asked.tools
@@ -199,6 +199,7 @@ class ProgramSession:
 class Programs(Conversations):
     """Generator of conversations that are driven by programs."""
 
+    partner = "program"
     _task: Agent
 
     def close(self) -> None:
@@ -245,7 +246,7 @@ class Agent(Conversational):
     endpoint: Endpoint
     other_start = (
         "the program's first request differs from that of earlier episodes of the row: let its messages and "
-        "tools follow from the row alone"
+        "tools follow from the row alone, and send it alone, as simultaneous requests arrive in any order"
     )
 
     def __init__(

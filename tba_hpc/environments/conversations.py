@@ -133,8 +133,10 @@ class Conversations:
     """The Generator of a task with an environment; see the module's docstring.
 
     at_once: number of environments that work concurrently. seconds: time limit of an environment's work in a
-    turn.
+    turn. partner: what drives the conversations, in errors.
     """
+
+    partner = "environment"
 
     # Attributes of the engine:
     version = property(attrgetter("_generator.version"))
@@ -321,7 +323,7 @@ class Conversations:
             self._leave(episode)
             return
         prompt = f"{episode.group.request.split} prompt {episode.prompt.id}"
-        self._failures.note(f"the environment of {prompt} failed in turn {episode.turns}", error)
+        self._failures.note(f"the {self.partner} of {prompt} failed in turn {episode.turns}", error)
         if not episode.tokens:  # a completion needs at least one token
             end = np.array([self._chat.eos_token_id], np.int32)
             episode.add(end, np.zeros(1, np.float32))

@@ -111,9 +111,7 @@ class ChatRequest(BaseModel):
         try:
             asked = cls.model_validate_json(body)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "body"
-            raise RefusedError(f"{where}: {first['msg']}: change it, or leave it out") from None
+            raise RefusedError(_refusal(error)) from None
         for key in ("temperature", "top_p") if request.split == "train" else ():
             given, own = getattr(asked, key), getattr(request.sampling, key)
             if given not in (None, own):
@@ -130,6 +128,15 @@ class ChatRequest(BaseModel):
     def plain(self) -> list[Message]:
         """All messages; see ``ChatMessage.plain``."""
         return [message.plain for message in self.messages]
+
+
+def _refusal(error: ValidationError) -> str:
+    """Return in plain words what is wrong with a request, and the remedy."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"])) or "body"
+    if first["type"] == "extra_forbidden":
+        return f"{where} is not supported: leave it out"
+    return f"{where}: {first['msg']}: change it, or leave it out".replace(": Input should be", " must be")
 
 
 def message_of(text: str, asked: ChatRequest, number: int) -> tuple[Message, int]:

@@ -330,10 +330,13 @@ class Scorer:
         if rejected < total:
             self._no_reward.in_a_row = 0
         if rejected:
-            faults = [f" ({one.fault})" for one in group.completions if one.fault]
-            what = f"gave {rejected} of {total} that are not finite{''.join(faults[:1])}"
-            what = _end_of(error) if error else what
-            self._no_reward.note(f"{call}{which} {what}", error, counts=rejected == total)
+            what = f"{call}{which} gave {rejected} of {total} that are not finite"
+            if error:
+                what = f"{call}{which} {_end_of(error)}"
+            elif fault := next((one.fault for one in group.completions if one.fault), ""):
+                which = f"prompt {request.prompt.id}{which}"
+                what = f"{rejected} of {total} episodes of {which} gave no usable reward ({fault})"
+            self._no_reward.note(what, error, counts=rejected == total)
         return rewards, parts
 
     def _itemised(self, group: Group) -> Itemised:

@@ -157,7 +157,7 @@ class Ended(NamedTuple):
     """Result of a program that has ended.
 
     status: exit status. It is negative if the program was killed, or if its output reached LARGEST_FILE.
-    said: its output. last_error: last line of its error output.
+    said: its output. last_error: last line of its error output, or that it wrote too much.
     """
 
     status: int
@@ -221,9 +221,10 @@ class Confined:
         kill_session(self.process.pid)
         self.process.wait()
         with self._files:
+            last_error = _end_of(self._errors, LARGEST_LINE).strip().rpartition("\n")[2][:QUOTED]
             if LARGEST_FILE in (os.fstat(one.fileno()).st_size for one in (self._said, self._errors)):
                 status = -signal.SIGXFSZ  # the kernel's signal for it, which Python ignores
-            last_error = _end_of(self._errors, LARGEST_LINE).strip().rpartition("\n")[2][:QUOTED]
+                last_error = f"it wrote more than {LARGEST_FILE >> 20} MiB of output"
             said = _end_of(self._said, LARGEST_FILE)
         return Ended(-signal.SIGKILL if status is None else status, said, last_error)
 
