@@ -128,7 +128,7 @@ def _staying(run: RunDir) -> str:
     """Return a clause on the elastic searchers, which keep their nodes, and how to end them; "" for none."""
     names = {file.stem for file in run.owners.glob("searcher-*.*")}
     there = [claim.owner for claim in holders(run, names).values() if claim.owner.elastic]
-    jobs = sorted({owner.job for owner in there if owner.job}, key=int)
+    jobs = sorted({owner.job for owner in there if owner.job}, key=lambda job: [*map(int, job.split("_"))])
     ends = [shlex.join(["scancel", *jobs])] if jobs else []
     ends += [f"kill -USR1 {owner.pid} (on {owner.host})" for owner in there if not owner.job]
     who = count(len(there), "elastic searcher")

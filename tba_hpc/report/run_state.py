@@ -191,7 +191,12 @@ def job_of(monitor: RunMonitor) -> list[QueueEntry]:
     if not monitor.job or not events or states & (QUEUED | WITH_NODES):
         return monitor.job
     last = events[-1]["job"]
-    return monitor.job if last and int(last) <= int(monitor.job[0]["job"]) else []
+    return monitor.job if last and _number(last) <= _number(monitor.job[0]["job"]) else []
+
+
+def _number(job: str) -> int:
+    """Return the number of a job, or of its array."""
+    return int(job.partition("_")[0])
 
 
 def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
