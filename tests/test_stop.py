@@ -110,7 +110,8 @@ def test_cancel_ends_a_run_here_at_once(run: RunDir, launched: list[Launched]) -
     launched.append(up(run, "wait"))
     ranks = launched[0].pids()
     said = stop.cancel(run)
-    assert "nothing sealed is lost" in said and said.endswith(f"tba run {run.path}")
+    nothing = "nothing sealed is lost, and it starts from step 0, as it has no checkpoint yet"
+    assert said.endswith(f"{nothing}: tba run {run.path}")
     assert stop.at_work(run) is None and alive(ranks) == []
     assert events(run)[-1] == "aborted"
     assert not run.summary.exists(), "nobody had the time to write"

@@ -20,6 +20,7 @@ from tba_hpc.launch import LaunchError
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event, read_events
 from tba_hpc.run.files import write_atomic
+from tba_hpc.run.inventory import COMPLETE
 from tba_hpc.run.owners import Owner, holders, keeps_open, owner_at_work
 from tba_hpc.run.slurm_queue import JOB_CHECK_SECONDS, NO_ANSWER, ActiveJob, active, ask, job_states, jobs_of
 
@@ -62,8 +63,11 @@ def cancel(run: RunDir) -> str:
             _refuse_stranger(run, owner)
             _end(run, owner)
             said = f"{owner} is ended"
-    resumed = f"it resumes from its last checkpoint: {_again(run)}{_staying(run)}"
-    return f"{said}; nothing sealed is lost, and {resumed}"
+    saved = any(run.checkpoints.glob(f"*/{COMPLETE}"))
+    resumes = (
+        "resumes from its last checkpoint" if saved else "starts from step 0, as it has no checkpoint yet"
+    )
+    return f"{said}; nothing sealed is lost, and it {resumes}: {_again(run)}{_staying(run)}"
 
 
 def await_end(run: RunDir, *, seconds: float) -> None:

@@ -211,7 +211,9 @@ class SearcherDigest:
         self.rebuilds.take(record)
         self.trends.rejected += self.rejected.take(record)
         self.trends.nan_groups += self.nan_groups.take(record)
-        if event == "engine":
+        if event == "started":
+            self.stage = ""
+        if event == "engine" and record["stage"] != self.stage:  # two parts of a searcher log the first stage
             self.stage, self.stage_since = str(record["stage"]), when
         if event is not None:
             return
