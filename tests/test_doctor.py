@@ -439,6 +439,18 @@ def test_a_refusal_names_the_site_key(message: str, key: str) -> None:
     assert said == f"Slurm refused the job: {message}; change the site key {key}"
 
 
+def test_a_refusal_is_only_raised_and_not_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: Invalid qos specification' >&2; exit 1\n")
+    sbatch.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(slurm.SubmitError, match=r"^Slurm refused the job: Invalid qos specification; change"):
+        slurm.send(RunDir(tmp_path), "#!/bin/sh\n")
+    assert capfd.readouterr().err == ""
+
+
 # --- A machine ---
 
 

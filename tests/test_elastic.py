@@ -218,17 +218,20 @@ def test_searchers_with_a_lease_are_listed_and_those_with_weights_are_ready(
     assert not ElasticSearchers(run, run.config()).anybody()
 
 
-def test_status_tells_who_is_there_and_with_what_rate(run: RunDir) -> None:
+def test_status_tells_who_is_there_and_with_what_rate(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     log = MetricsWriter(run.metrics_file("searcher", FIRST_ELASTIC)).log
     monitor = RunMonitor(run)
+    for variable, value in (("JOB_ID", "49"), ("ARRAY_JOB_ID", "49"), ("ARRAY_TASK_ID", "1")):
+        monkeypatch.setenv(f"SLURM_{variable}", value)
     with leased_slot(run, run.config()):
         log({"search/tokens_per_second": 1234.4})
         monitor.update()
         told = facts(monitor, run_state(monitor))["elastic"]
         (visitor,) = figures(monitor)["elastic"]
     host = os.uname().nodename
-    assert told.startswith(f"5000 on {host} for 0:0") and told.endswith(", 1,234 tokens/s")
-    assert (visitor["searcher"], visitor["host"], visitor["job"]) == (FIRST_ELASTIC, host, "")
+    assert told.startswith(f"searcher 5000 on {host} (job 49_1) for 0:0"), "49 would be the whole array"
+    assert told.endswith(", 1,234 tokens/s")
+    assert (visitor["searcher"], visitor["host"], visitor["job"]) == (FIRST_ELASTIC, host, "49_1")
     assert monitor.newest == 0, "it says nothing of whether the run itself is alive"
     monitor = RunMonitor(run)
     monitor.update()

@@ -40,7 +40,6 @@ def test_summary_of_a_resumed_run_counts_every_thing_once(run: RunDir) -> None:
     assert (summary.test_prompts, summary.steps, summary.attempts, summary.finished) == (100, 10, 2, True)
     assert summary.train_seconds == 60.0 + 50.0  # without the pause
     assert (summary.generated_tokens, summary.redone) == (250, 2)
-    assert summary.searcher_tokens_per_second == 2000 + 500  # idle records do not count as generating
     assert summary.trainer_wait_share == 0.01
     assert (summary.staleness, summary.publish_stall_seconds) == (2.0, 0.5)
     assert summary.propagation_seconds is None
@@ -60,6 +59,11 @@ def test_what_searchers_offered_is_counted_from_their_comings_to_their_last_word
     write(run.metrics_file("trainer"), [{**merge, "time": 150.0, "tokens": 1000, "again": 3}])
     summary = summarise(run)
     assert (summary.searcher_seconds, summary.goodput, summary.dropped) == (200.0, 5.0, 3)
+    assert (summary.generated_tokens, summary.generated_per_searcher_second) == (3 * 700, 10.5)
+    (told,) = (
+        tile.note for tile in page.tiles(RunData.read(run), summary) if tile.name == "Tokens generated"
+    )
+    assert told == "10 per searcher-second, 5 acknowledged"
 
 
 def test_ettr_is_the_seconds_of_steps_that_count_over_those_that_machines_were_held(run: RunDir) -> None:

@@ -527,13 +527,15 @@ def test_a_controller_that_is_silent_for_a_while_costs_no_requeue(
 def test_of_an_array_one_job_is_looked_at_and_queued_again(tmp_path: Path) -> None:
     """The last of an array to start has the number of them all."""
     program = f"""
-    source {SOURCED}; {QUEUE}
+    source {SOURCED}; event hung; say left; {QUEUE}
     squeue() {{ echo "$@" >> "$RUN/asked"; echo RUNNING; }}; scontrol() {{ echo "$@" >> "$RUN/asked"; }}
     (refuse_end; queue_again); cat "$RUN/asked"
     """
     array = {"SLURM_ARRAY_JOB_ID": "36", "SLURM_ARRAY_TASK_ID": "2"}
     said = _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="36", **array)
     assert "--jobs=36_2 " in said and said.endswith("requeue 36_2\n")
+    assert "job 36_2 restart 0] left\n" in said
+    assert '"event": "hung", "job": "36_2"' in (tmp_path / "events.jsonl").read_text()
 
 
 def test_a_sick_node_is_let_back_only_where_it_was_not_excluded_before(tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ import os
 import re
 import subprocess
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 from recorded import evaluate, happen, new_run, resumed_run, search, step, write
 from rich.console import Console
 
-from tba_hpc.config import ConfigError
+from tba_hpc.config import FIRST_ELASTIC, ConfigError
 from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, run_state
 from tba_hpc.report.status import LiveDisplay, cells, facts, follow, panel, plain_line, print_status
 from tba_hpc.report.summary import summary_of
@@ -98,7 +99,7 @@ STARTED = ("allocated", "start")
         ),
         (
             *(queue("PENDING", "RUNNING"), STARTED, True, "requeued"),
-            *("preempted or a node lost, back in the queue at step 4", ""),
+            *("ended by Slurm (requeued, preempted or a node lost), back in the queue at step 4", ""),
         ),
         (
             queue("PENDING"),
@@ -314,6 +315,32 @@ def test_an_attempt_starts_with_the_step_and_the_pace_of_the_steps_that_count(ru
     assert (monitor.phase, monitor.step, monitor.eta) == ("training", 5, 5 * 55 / 5)
 
 
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [(10, "job 7 has its nodes again, no word from it yet"), (-60, "stopped at step 4, leaving its nodes")],
+)
+def test_a_job_that_leaves_its_nodes_is_told_from_one_that_has_them_again(
+    run: RunDir, start: int, words: str
+) -> None:
+    """start: seconds from the last event until Slurm started the job."""
+    allocation(run, *STARTED, "signal", "stopped", "requeue", ago=60.0)
+    trained(run, ago=59.0)
+    last = look(run).events[-1]["time"]
+    began = {"start": datetime.fromtimestamp(last + start).isoformat(timespec="seconds")}
+    asked = [component | began for component in queue("RUNNING", "RUNNING")(run)]
+    assert run_state(look(run, lambda _: asked)).words == words
+
+
+def test_an_elastic_searcher_that_has_left_shows_no_speed(run: RunDir) -> None:
+    happen(run, time.time() - 65, "start", attempt="attempt-001", trainers=1, searchers=2)
+    for index, rate in ((0, 197.0), (FIRST_ELASTIC, 0.0)):
+        write(run.metrics_file("searcher", index), [search(time.time(), 5, rate)])
+    monitor = look(run)
+    assert monitor.rates == [197.0]
+    monitor.elastic = {FIRST_ELASTIC: Owner(pid=1)}
+    assert monitor.rates == [197.0, 0.0]
+
+
 def test_engines_say_how_far_their_start_is(run: RunDir) -> None:
     """Of this attempt, and until something is generated; a record of a searcher is no completion."""
     now, trainer = time.time(), run.metrics_file("trainer")
@@ -327,7 +354,8 @@ def test_engines_say_how_far_their_start_is(run: RunDir) -> None:
 
     for path in (first, second):
         engine = {"time": now - 20, "event": "engine", "stage": "importing"}
-        write(path, [{"time": now - 48, "event": "started"}, engine, search(now - 15, 0, 0.0)])
+        again = engine | {"time": now - 16}  # two parts of a searcher log the first stage
+        write(path, [{"time": now - 48, "event": "started"}, engine, again, search(now - 15, 0, 0.0)])
     assert re.fullmatch(r"engines: 0 of 2 ready \(importing, (20|21) s\)", words())
     for path, age in ((first, 6), (second, 5)):
         write(path, [{"time": now - age, "event": "engine", "stage": "ready"}])

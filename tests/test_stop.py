@@ -70,15 +70,21 @@ def test_elastic_searchers_that_keep_their_nodes_are_named(
     lone = take_lease(run, ["searcher-1000"])
     monkeypatch.setenv("SLURM_JOB_ID", "13")
     of_job = [take_lease(run, [f"searcher-{place}"]) for place in (1001, 1002)]
-    leases = [lease for lease in (lone, *of_job) if lease]
-    ends = f"scancel 13; kill -USR1 {os.getpid()} (on {socket.gethostname()})"
-    said = f"; 3 elastic searchers will wait for that on nodes of their own; to end them: {ends}"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "49")
+    of_array = []
+    for task, job in (("10", "49"), ("9", "52")):  # the last task to start has the number of the array
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", task)
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        of_array.append(take_lease(run, [f"searcher-{1003 + int(task)}"]))
+    leases = [lease for lease in (lone, *of_job, *of_array) if lease]
+    ends = f"scancel 13 49_9 49_10; kill -USR1 {os.getpid()} (on {socket.gethostname()})"
+    said = f"; 5 elastic searchers will wait for that on nodes of their own; to end them: {ends}"
     assert stop.stop(run).endswith(f"to resume it: tba run {run.path}{said}")
     run.mark_finished()
     assert stop.stop(run) == f"nobody is at work on {run.path}; it is finished", "they leave by themselves"
     for lease in leases:
         lease.release()
-    assert len(leases) == 3
+    assert len(leases) == 5
 
 
 def test_stop_lets_a_run_here_checkpoint_and_end(run: RunDir, launched: list[Launched]) -> None:
@@ -105,7 +111,8 @@ def test_cancel_ends_a_run_here_at_once(run: RunDir, launched: list[Launched]) -
     launched.append(up(run, "wait"))
     ranks = launched[0].pids()
     said = stop.cancel(run)
-    assert "nothing sealed is lost" in said and said.endswith(f"tba run {run.path}")
+    nothing = "nothing sealed is lost, and it starts from step 0, as it has no checkpoint yet"
+    assert said.endswith(f"{nothing}: tba run {run.path}")
     assert stop.at_work(run) is None and alive(ranks) == []
     assert events(run)[-1] == "aborted"
     assert not run.summary.exists(), "nobody had the time to write"

@@ -180,15 +180,17 @@ def _ends_well(run: RunDir, job: str | None) -> bool:
 
 
 def _done(ready: Ready, job: str | None) -> dict[str, Any]:
-    """Return what was done, as printed with --json: job, run, commands, warnings, and the plan's fields.
+    """Return what ``--json`` prints: job, jobs, run, commands, warnings, and the plan's fields.
 
-    job: id of the job; None if the run was finished already, so that nothing was submitted.
+    job: id of the job, the first of ``jobs`` in a chain; None if the run was finished already, so that
+    nothing was submitted.
     """
     warnings = [*ready.warnings, *_left_out(ready.script())]
     if job:
         warnings += check_job_requeue(Facts(site=ready.site, job=slurm_queue.job_fields(job)))
     return {
         "job": job,
+        "jobs": slurm_queue.jobs_of(ready.run) if job else [],
         "run": str(ready.run.path),
         "commands": _commands(ready) if job else {},
         "warnings": [*ready.split.remarks, *(finding.sentence for finding in warnings)] if job else [],
@@ -227,10 +229,13 @@ def tell(done: dict[str, Any]) -> None:
 
 
 def _tell_row(done: Sequence[dict[str, Any]]) -> None:
-    """Print the last of several submissions as a row of a table of jobs and runs."""
+    """Print the last of several submissions as a row of a table of jobs and runs.
+
+    A chain is listed as ``7,8,9``, as squeue and scancel take it.
+    """
     if len(done) == 1:
         print("job       run")
-    print(f"{done[-1]['job'] or NOT_SUBMITTED:9} {done[-1]['run']}", flush=True)
+    print(f"{','.join(done[-1]['jobs']) or NOT_SUBMITTED:9} {done[-1]['run']}", flush=True)
     if not any(done[-1]["warnings"] == before["warnings"] for before in done[:-1]):
         _tell_warnings(done[-1]["warnings"])
 

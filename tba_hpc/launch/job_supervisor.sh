@@ -67,16 +67,21 @@ place_caches() {
 
 # --- Messages, events and decisions ---
 
+# ME: id of this job alone. In an array, SLURM_JOB_ID is not enough: for the job that starts last it is also the
+# id of the whole array. this_job in events.py returns the same.
+ME=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+ME=${ME:-$SLURM_JOB_ID}
+
 # The shell that receives Slurm's signals captures output with backticks. bash 5.2 loses a signal that arrives
 # while it parses a $(…), and this signal may be Slurm's request to stop. Functions that only run in subshells
 # may use $(…).
 
-say() { printf '[%(%F %T)T job %s restart %s] %s\n' -1 "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$*"; }
+say() { printf '[%(%F %T)T job %s restart %s] %s\n' -1 "$ME" "${SLURM_RESTART_COUNT:-0}" "$*"; }
 
 # event NAME ['"KEY": VALUE']: append an event to the run's events. log_event in events.py lists all events.
 event() {
     [ ! -d "${RUN:-}" ] || printf '{"time": %s, "event": "%s", "job": "%s", "restarts": %s%s}\n' "`date +%s.%N`" "$1" \
-        "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "${2:+, $2}" >> "$RUN/events.jsonl"
+        "$ME" "${SLURM_RESTART_COUNT:-0}" "${2:+, $2}" >> "$RUN/events.jsonl"
 }
 
 in_json() { tr '\000-\037' ' ' | sed 's/[\\"]/\\&/g; s/ *$//'; }
@@ -183,7 +188,7 @@ STEP_SECONDS=20      # pause between two checks of a step, s; trainers touch the
 # nodes, because it neither requeues nor is followed by a job of its chain.
 draining() {
     local nodes=${SLURM_JOB_NODELIST_HET_GROUP_0:-${SLURM_JOB_NODELIST:-}}
-    [ "${REQUEUE:-yes}" = yes ] || grep -sxFA 1 "$SLURM_JOB_ID" "$RUN/slurm/chain" | grep -qvxF "$SLURM_JOB_ID" || return 0
+    [ "${REQUEUE:-yes}" = yes ] || grep -sxFA 1 "$ME" "$RUN/slurm/chain" | grep -qvxF "$ME" || return 0
     timeout 10 scontrol --oneliner show nodes "$nodes${SLURM_JOB_NODELIST_HET_GROUP_1:+,$SLURM_JOB_NODELIST_HET_GROUP_1}" \
         2>/dev/null | grep -v 'State=[^ ]*DOWN' | sed -n 's/^NodeName=\([^ ]*\) .*State=[^ ]*DRAIN.*/\1/p' | head -n 1
 }
@@ -268,10 +273,6 @@ drop_orphans() {
 
 # --- The job in Slurm ---
 
-# ME: id of this job alone. In an array, SLURM_JOB_ID is not enough: for the job that starts last it is also the
-# id of the whole array.
-ME=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-ME=${ME:-$SLURM_JOB_ID}
 ANSWER_SECONDS=300   # longest wait for an answer of Slurm's controller, which may be moving to another machine, s
 ANSWER_PAUSE=5       # pause between two tries, s
 LEAVE_SECONDS=60     # time that a requeue takes at most, s
@@ -290,7 +291,7 @@ ending() {
 job_end() {
     local end
     unset TBA_JOB_END
-    end=`TZ=UTC SLURM_TIME_FORMAT=standard squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e | head -n 1`
+    end=`TZ=UTC SLURM_TIME_FORMAT=standard squeue --noheader --jobs="$ME" --format=%e | head -n 1`
     [ -z "$end" ] || ! end=`TZ=UTC date +%s -d "$end" 2>/dev/null` || export TBA_JOB_END=$end
 }
 
@@ -434,7 +435,7 @@ start_notifier() {
 refuse_second() {
     local owner=''
     [ ! -r "$RUN/slurm/job" ] || read -r owner < "$RUN/slurm/job"
-    [ -n "$owner" ] && [ "$owner" != "$SLURM_JOB_ID" ] || return 0
+    [ -n "$owner" ] && [ "$owner" != "$ME" ] || return 0
     case `squeue --noheader --jobs="$owner" --format='%T %k' 2>/dev/null | head -n 1` in
         "RUNNING $RUN" | "SUSPENDED $RUN" | "STOPPED $RUN")
             say "$RUN is already in use: Slurm job $owner; let it finish, or end it first: scancel $owner"
@@ -462,7 +463,7 @@ go_once() {
 # The main function of a run's job: start the ranks, again and again, until the run is finished or the job leaves.
 run_to_the_end() {
     mkdir -p "$RUN/slurm" || exit 2
-    scontrol update "JobId=$SLURM_JOB_ID" "Comment=$RUN"
+    scontrol update "JobId=$ME" "Comment=$RUN"
     refuse_second
     job_end
     ask begin "hosts=`allocated`" "chained=${CHAINED:-0}" || exit

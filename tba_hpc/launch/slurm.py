@@ -7,12 +7,14 @@ accounting, which not all clusters have, so ``slurm_queue`` asks squeue instead.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr
 from pathlib import Path
 
 from submitit import SlurmExecutor
@@ -39,6 +41,9 @@ REMEDIES = {
     "node configuration": "gpus_per_node, cpus_per_node, memory or constraint (see sinfo -o '%c %m %G')",
 }
 """Site key to change, by words in Slurm's error message. The first match counts."""
+
+NEVER = ("node configuration", "invalid partition")
+"""Words in Slurm's error message for a request that will fail again, however long the user waits."""
 
 YOURS = {
     "SBATCH_ACCOUNT": "--account",
@@ -74,7 +79,8 @@ class _Executor(SlurmExecutor):
     def submit_script(self) -> str:
         """Submit the script; return the job's id. Raises SubmitError with Slurm's message and a remedy."""
         try:
-            return str(self._submit_command("").job_id)
+            with redirect_stderr(io.StringIO()):  # submitit prints the message, too
+                return str(self._submit_command("").job_id)
         except FailedJobError as error:
             raise SubmitError(refusal(str(error))) from None
         finally:
@@ -146,15 +152,15 @@ def would_take(script: str) -> str:
 
 
 def refuse_impossible(script: str) -> None:
-    """Raise SubmitError if the cluster has no nodes as the script requests them.
+    """Raise SubmitError if the script requests nodes, or names a partition, that the cluster does not have.
 
-    Slurm would keep a het job with such a request in the queue for ever. Other reasons for a refusal are
-    ignored, since they may pass, such as a limit that the user's other jobs have reached.
+    Slurm would keep a het job with such nodes in the queue for ever. Other reasons for a refusal are ignored,
+    since they may pass, such as a limit that the user's other jobs have reached.
     """
     try:
         would_take(script)
     except SubmitError as error:
-        if "node configuration" in str(error).lower():
+        if any(words in str(error).lower() for words in NEVER):
             raise
 
 

@@ -21,6 +21,7 @@ from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event, read_events
 from tba_hpc.run.files import write_atomic
+from tba_hpc.run.inventory import COMPLETE
 from tba_hpc.run.owners import Owner, holders, keeps_open, owner_at_work
 from tba_hpc.run.slurm_queue import JOB_CHECK_SECONDS, NO_ANSWER, ActiveJob, active, ask, job_states, jobs_of
 
@@ -63,8 +64,11 @@ def cancel(run: RunDir) -> str:
             _refuse_stranger(run, owner)
             _end(run, owner)
             said = f"{owner} is ended"
-    resumed = f"it resumes from its last checkpoint: {_again(run)}{_staying(run)}"
-    return f"{said}; nothing sealed is lost, and {resumed}"
+    saved = any(run.checkpoints.glob(f"*/{COMPLETE}"))
+    resumes = (
+        "resumes from its last checkpoint" if saved else "starts from step 0, as it has no checkpoint yet"
+    )
+    return f"{said}; nothing sealed is lost, and it {resumes}: {_again(run)}{_staying(run)}"
 
 
 def await_end(run: RunDir, *, seconds: float) -> str:
@@ -135,7 +139,7 @@ def _staying(run: RunDir) -> str:
     """Return a clause on the elastic searchers, which keep their nodes, and how to end them; "" for none."""
     names = {file.stem for file in run.owners.glob("searcher-*.*")}
     there = [claim.owner for claim in holders(run, names).values() if claim.owner.elastic]
-    jobs = sorted({owner.job for owner in there if owner.job}, key=int)
+    jobs = sorted({owner.job for owner in there if owner.job}, key=lambda job: [*map(int, job.split("_"))])
     ends = [shlex.join(["scancel", *jobs])] if jobs else []
     ends += [f"kill -USR1 {owner.pid} (on {owner.host})" for owner in there if not owner.job]
     who = count(len(there), "elastic searcher")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from tba_hpc.core.wording import count
-from tba_hpc.run.events import append_event
+from tba_hpc.run.events import append_event, this_job
 from tba_hpc.run.files import listing, publish, write_atomic
 from tba_hpc.run.notes import AT_WORK_FILE, Exit, first_note
 
@@ -119,7 +119,7 @@ class JobState:
     @property
     def links(self) -> list[str]:
         """Ids of the jobs of the chain that follow this one."""
-        job, jobs = os.environ["SLURM_JOB_ID"], _read(self.mark("chain")).split()
+        job, jobs = this_job(), _read(self.mark("chain")).split()
         return jobs[jobs.index(job) + 1 :] if job in jobs else []
 
     @property
@@ -134,7 +134,7 @@ class JobState:
 
 def say(sentence: str) -> None:
     """Write a line to the job's log."""
-    job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
+    job, restarts = this_job(), os.environ.get("SLURM_RESTART_COUNT", "0")
     print(f"[{time.strftime('%F %T')} job {job} restart {restarts}] {sentence}", file=sys.stderr, flush=True)
 
 
@@ -150,11 +150,11 @@ def begin(job: JobState) -> str:
     from tba_hpc.run.directory import RunDir
     from tba_hpc.run.owners import claim_for_job
 
-    if job.chained and os.environ["SLURM_JOB_ID"] not in _read(job.mark("chain")).split():
+    if job.chained and this_job() not in _read(job.mark("chain")).split():
         say("the chain of this job has ended: nothing to do")
         return f"exit {Exit.DONE}"
     claim_for_job(RunDir.open(job.run))
-    write_atomic(job.mark("job"), os.environ["SLURM_JOB_ID"] + "\n")
+    write_atomic(job.mark("job"), this_job() + "\n")
     job.mark("allocated").touch()
     job.log("allocated", nodes=",".join(job.hosts))
     if job.finished:
@@ -347,7 +347,7 @@ def _for_good(job: JobState) -> bool:
     """Return whether ``tba stop`` has asked this job to end without a requeue."""
     listing(job.run / "slurm")
     note = job.mark("stop")
-    if _read(note).strip() != os.environ["SLURM_JOB_ID"]:
+    if _read(note).strip() != this_job():
         return False
     note.unlink()
     say("stopped for good, as asked: submit the same run again to resume")

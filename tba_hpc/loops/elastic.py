@@ -23,6 +23,7 @@ from tba_hpc.core.prompts import CompletedRequests, Progress, training_requests
 from tba_hpc.core.types import Request, Shard
 from tba_hpc.exchange.file_exchange import ElasticSearcherExchange
 from tba_hpc.run.directory import ATTEMPT, RunDir
+from tba_hpc.run.events import this_job
 from tba_hpc.run.files import if_available, retry
 from tba_hpc.run.metrics import MetricsWriter
 from tba_hpc.run.notes import rank_name
@@ -260,7 +261,7 @@ class ElasticStay:
         return "no slot" if self._slotless else "finished"
 
     def __enter__(self) -> Self:
-        self._log("joined", host=socket.gethostname(), job=os.environ.get("SLURM_JOB_ID", ""))
+        self._log("joined", host=socket.gethostname(), job=this_job())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

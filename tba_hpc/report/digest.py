@@ -26,7 +26,7 @@ from tba_hpc.run.metrics import MetricsTail, Record, number
 
 log = logging.getLogger(__name__)
 
-FORMAT = 10
+FORMAT = 11
 """Version of digest files; digests of other versions are made again from the lines."""
 
 KEEP_SECONDS = 60.0
@@ -179,17 +179,16 @@ class SearcherDigest:
     """Digest of a searcher's records.
 
     trends: the searcher's; after ``RunData`` has added them to the run's, the run's. rates: tokens per second
-    by unix second. at_work: their mean while it generated, a curve of one point. tokens: number generated,
-    even if lost with their searcher. rebuilds, rejected, nan_groups: counters of these metrics. stage: stage
-    that the engine's start has reached. stage_since: time of that, unix seconds. last: the last record that
-    is not an event. since, until: times of the first and last record of the present start, unix seconds.
-    earlier_seconds: seconds from first to last record, summed over earlier starts.
+    by unix second. tokens: number generated, even if lost with their searcher. rebuilds, rejected,
+    nan_groups: counters of these metrics. stage: stage that the engine's start has reached. stage_since: time
+    when it began, unix seconds. last: the last record that is not an event. since, until: times of the first
+    and last record of the present start, unix seconds. earlier_seconds: seconds from first to last record,
+    summed over earlier starts.
     """
 
     index: int
     trends: Trends = field(default_factory=Trends)
     rates: Curve = field(default_factory=Curve)
-    at_work: Curve = field(default_factory=lambda: Curve(limit=1))
     tokens: int = 0
     rebuilds: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("search/rebuilds"))
     rejected: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("search/rejected"))
@@ -212,7 +211,9 @@ class SearcherDigest:
         self.rebuilds.take(record)
         self.trends.rejected += self.rejected.take(record)
         self.trends.nan_groups += self.nan_groups.take(record)
-        if event == "engine":
+        if event == "started":
+            self.stage = ""
+        if event == "engine" and record["stage"] != self.stage:  # two parts of a searcher log the first stage
             self.stage, self.stage_since = str(record["stage"]), when
         if event is not None:
             return
@@ -221,8 +222,6 @@ class SearcherDigest:
         self.tokens += whole(record, "search/tokens")
         if (rate := number(record, "search/tokens_per_second")) is not None:
             self.rates.take(int(when), rate)
-            if rate:
-                self.at_work.take(0, rate)
 
     @property
     def seconds(self) -> float:

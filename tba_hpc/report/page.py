@@ -139,9 +139,9 @@ def tiles(data: RunData, summary: Summary) -> list[Tile]:
     attempts = "" if summary.attempts < 2 else f" in {summary.attempts} attempts"
     ended = data.attempts and data.attempts[-1].end  # until then the ETTR is not final
     ettr = f", ETTR {percent(summary.ettr)}" if ended and summary.ettr is not None else ""
-    rate, goodput = summary.searcher_tokens_per_second, summary.goodput
-    rates = [f"{rate:,.0f} per second"] if rate else []
-    rates += [f"{goodput:,.0f} acknowledged per searcher-second"] if goodput else []
+    rate, goodput = summary.generated_per_searcher_second, summary.goodput
+    rates = [f"{rate:,.0f} per searcher-second"] if rate else []
+    rates += [f"{goodput:,.0f} acknowledged"] if goodput else []
     per_step = summary.trajectories / summary.steps if summary.steps else 0
     staleness = NOTHING if summary.staleness is None else f"{summary.staleness:.1f}"
     return [

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 from tba_hpc.config import is_elastic
 from tba_hpc.report.attempts import Attempt, failures_in_a_row
@@ -134,10 +135,11 @@ class RunMonitor(RunData):
 
     @property
     def rates(self) -> list[float]:
-        """Tokens per second of each running searcher."""
+        """Tokens per second of each running searcher; an elastic one that has left counts no more."""
         silent = max(FRESH_SECONDS, 2 * record_seconds(self.config.launch.places))
         since = max(self._begun, time.time() - silent)
-        records = [digest.last for _, digest in sorted(self.searchers.items())]
+        there = [i for i in sorted(self.searchers) if not is_elastic(i) or i in self.elastic]
+        records = [self.searchers[i].last for i in there]
         return series([r for r in records if number(r, "time", 0.0) >= since], "search/tokens_per_second")
 
     @property
@@ -195,7 +197,12 @@ def job_of(monitor: RunMonitor) -> list[QueueEntry]:
     if not monitor.job or not events or states & (QUEUED | WITH_NODES):
         return monitor.job
     last = events[-1]["job"]
-    return monitor.job if last and int(last) <= int(monitor.job[0]["job"]) else []
+    return monitor.job if last and _number(last) <= _number(monitor.job[0]["job"]) else []
+
+
+def _number(job: str) -> int:
+    """Return the number of a job, or of its array."""
+    return int(job.partition("_")[0])
 
 
 def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
@@ -206,7 +213,7 @@ def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
     if not _heard_of(monitor, job):
         return RunState("queued", f"queued ({reason})", release)
     kinds = {event["event"] for event in events if event["restarts"] == events[-1]["restarts"]}
-    why = "nodes unreachable" if "requeue" in kinds else "preempted or a node lost"
+    why = "nodes unreachable" if "requeue" in kinds else "ended by Slurm (requeued, preempted or a node lost)"
     why = "preempted or out of time" if "signal" in kinds else why
     why = "a node drained" if "draining" in kinds else why
     return RunState("requeued", f"{why}, back in the queue at step {step} ({reason})", release)
@@ -229,9 +236,19 @@ def _in_a_job(monitor: RunMonitor, job: list[QueueEntry], states: set[str]) -> R
     match monitor.last_event:
         case "failed":
             return RunState("relaunching", f"the ranks failed after step {step}, to be started again")
+        case "stopped" | "requeue" if _started_since(job[0], monitor.events[-1]["time"]):
+            return RunState("starting", f"job {job_id} has its nodes again, no word from it yet")
         case "stopped" | "requeue":
             return RunState("stopping", f"stopped at step {step}, leaving its nodes")
     return _at_work(monitor)
+
+
+def _started_since(component: QueueEntry, moment: float) -> bool:
+    """Return whether Slurm has started a job component after a moment, unix seconds."""
+    try:
+        return datetime.fromisoformat(component["start"]).timestamp() > moment
+    except ValueError:  # "N/A"
+        return False
 
 
 def _after_a_job(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:

@@ -137,7 +137,8 @@ def _elastic(monitor: RunMonitor, index: int, owner: Owner) -> str:
     job, stay = f" (job {owner.job})" if owner.job else "", max(0.0, time.time() - owner.since)
     digest = monitor.searchers.get(index)
     rate = number(digest.last, "search/tokens_per_second", 0.0) if digest else 0.0
-    return f"{index} on {owner.host}{job} for {duration(stay)}" + (f", {rate:,.0f} tokens/s" if rate else "")
+    speed = f", {rate:,.0f} tokens/s" if rate else ""
+    return f"searcher {index} on {owner.host}{job} for {duration(stay)}{speed}"
 
 
 def _component(component: QueueEntry) -> str:

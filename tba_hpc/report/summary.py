@@ -40,9 +40,9 @@ class Summary:
     ettr: effective training time ratio, see ``RunData.ettr``; None without a launcher's events.
     steps, attempts, redone, shards, trajectories, tokens, duplicates, evicted, dropped: see ``Counts``.
     generated_tokens: tokens of all searchers, including evaluations and work that was lost.
-    searcher_tokens_per_second: rate of all searchers together, while they generated.
     searcher_seconds: seconds from first to last record, summed over all starts of all searchers.
-    goodput: acknowledged tokens per such second.
+    generated_per_searcher_second: generated tokens per such second. goodput: acknowledged tokens per such
+    second.
     trainer_wait_share: see train/wait_share. publish_stall_seconds, seal_share, staleness,
     propagation_seconds: means over the run. figures: current values, by metric.
     skipped_steps: optimizer steps skipped, since loss or gradient norm was not finite. rejected: trajectories
@@ -77,8 +77,8 @@ class Summary:
     evicted: int
     dropped: int
     generated_tokens: int
-    searcher_tokens_per_second: float | None
     searcher_seconds: float
+    generated_per_searcher_second: float | None
     goodput: float | None
     trainer_wait_share: float | None
     publish_stall_seconds: float | None
@@ -100,8 +100,8 @@ def summary_of(data: RunData) -> Summary:
     """Summarise a run from data already read."""
     config, test, trends, counts = data.config, data.evaluated("test"), data.trends, data.counts()
     alike, searchers = same_reference(config.train, test), list(data.searchers.values())
-    rates = [rate for searcher in searchers if (rate := searcher.at_work.mean) is not None]
     seconds = sum(searcher.seconds for searcher in searchers)
+    generated = sum(searcher.tokens for searcher in searchers)
     return Summary(
         pass_at_1_before=test[0].score if test else None,
         pass_at_1_after=test[-1].score if len(test) > 1 else None,
@@ -122,9 +122,9 @@ def summary_of(data: RunData) -> Summary:
         seed=config.run.seed,
         train_seconds=data.trainer.seconds,
         ettr=data.ettr,
-        generated_tokens=sum(searcher.tokens for searcher in searchers),
-        searcher_tokens_per_second=sum(rates) if rates else None,
+        generated_tokens=generated,
         searcher_seconds=seconds,
+        generated_per_searcher_second=generated / seconds if seconds else None,
         goodput=counts.tokens / seconds if seconds else None,
         trainer_wait_share=number(data.trainer.latest, "train/wait_share"),
         publish_stall_seconds=trends.curves["sync/publish_stall_seconds"].mean,
@@ -193,7 +193,7 @@ def summary_rows(summary: Summary) -> dict[str, Cell]:
         "tokens": summary.tokens,
         "tokens per searcher-second": summary.goodput,
         "tokens generated": summary.generated_tokens,
-        "generated per second": summary.searcher_tokens_per_second,
+        "generated per searcher-second": summary.generated_per_searcher_second,
         "alerts": len(summary.alerts),
     }
 

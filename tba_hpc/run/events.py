@@ -15,10 +15,20 @@ if TYPE_CHECKING:  # its import of the config costs time, and batch scripts call
     from tba_hpc.run.directory import RunDir
 
 
+def this_job() -> str:
+    """Return the id of this process's Slurm job, as squeue prints it; "" outside Slurm.
+
+    For a job of an array it is ``49_1``, say. The plain id of the array's last job to start is also that of
+    the array, and ``scancel`` would end them all.
+    """
+    array, task = (os.environ.get(f"SLURM_ARRAY_{part}_ID") for part in ("JOB", "TASK"))
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
+
+
 def log_event(run: RunDir, event: str, **extra: object) -> None:
     """Append an event to ``events.jsonl``: a JSON object with the following keys, and those of ``extra``.
 
-    time: unix seconds. event: its kind, of the table below. job: id of this process's Slurm job, or "".
+    time: unix seconds. event: its kind, of the table below. job: see ``this_job``.
     restarts: how often that job has been requeued.
 
     ===========  ====================================================================================
@@ -49,7 +59,7 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
 
 def append_event(file: Path, event: str, **extra: object) -> None:
     """Append an event to ``file`` as ``log_event`` does to a run's file."""
-    job, restarts = os.environ.get("SLURM_JOB_ID", ""), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    job, restarts = this_job(), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     line = json.dumps({"time": time.time(), "event": event, "job": job, "restarts": restarts, **extra})
     with suppress(OSError), file.open("ab", buffering=0) as events:
         events.write(line.encode() + b"\n")

@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tba_hpc.run.directory import ATTEMPT, RunDir
+from tba_hpc.run.events import this_job
 from tba_hpc.run.files import publish, read_regular, write_atomic
 from tba_hpc.run.notes import Exit
 from tba_hpc.run.slurm_queue import WITH_PROCESSES, comment_names, components
@@ -93,7 +94,7 @@ class Owner:
             machine=_machine(),
             pid=pid,
             began=_began(pid) or 0,
-            job=os.environ.get("SLURM_JOB_ID", ""),
+            job=this_job(),
             restarts=os.environ.get("SLURM_RESTART_COUNT", ""),
             since=time.time(),
             elastic=elastic,

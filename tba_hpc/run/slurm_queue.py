@@ -69,7 +69,8 @@ def ask(*command: str) -> str:
 def _run(command: tuple[str, ...], seconds: float) -> subprocess.CompletedProcess[str]:
     """Run a Slurm command for at most ``seconds``. Raises SlurmError if it cannot start or does not end."""
     # Without variables in which users set their own output formats.
-    plain = {key: value for key, value in os.environ.items() if not key.startswith(("SQUEUE_", "SINFO_"))}
+    own = ("SQUEUE_", "SINFO_", "SLURM_TIME_FORMAT")
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(own)}
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=plain)
     except (OSError, subprocess.TimeoutExpired) as error:

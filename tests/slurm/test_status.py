@@ -49,7 +49,8 @@ def test_a_job_from_submission_to_end(cluster: Cluster, tmp_path: Path) -> None:
 
     cluster.run("scontrol", "requeue", str(job))
     cluster.wait(job, "PENDING")
-    assert run_state(look(run)).words.startswith("preempted or a node lost, back in the queue at step 0 (")
+    why = "ended by Slurm (requeued, preempted or a node lost)"
+    assert run_state(look(run)).words.startswith(f"{why}, back in the queue at step 0 (")
 
     cluster.run("scancel", str(job))
     cluster.wait(job, "CANCELLED")

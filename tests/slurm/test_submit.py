@@ -526,6 +526,28 @@ def test_submit_answers_in_json(cluster: Cluster, tmp_path: Path, files: list[st
     assert answer["commands"]["cancel"] == f"scancel {answer['job']}"
 
 
+def test_a_partition_that_does_not_exist_is_told_once_and_leaves_no_run(
+    cluster: Cluster, tmp_path: Path, files: list[str]
+) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text(site.read_text().replace("{", "{trainer: {partition: nowhere}, ", 1))
+    for options in ([], ["--homogeneous"]):
+        refused = tba("submit", *files, *options)
+        assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
+        assert "Invalid partition name specified; change the site key partition" in refused.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_all_jobs_of_each_chain_are_listed(cluster: Cluster, tmp_path: Path, files: list[str]) -> None:
+    cluster.submit("#!/bin/bash\n#SBATCH -N6 --exclusive --output=/dev/null\nsleep 600\n")
+    done = tba("submit", *files, "--seeds", "0-1", "--chain", "2", "--homogeneous")
+    assert done.returncode == 0, done.stderr
+    jobs = [row.split()[0].split(",") for row in done.stdout.splitlines()[1:]]
+    assert [len(chain) for chain in jobs] == [2, 2]
+    for chain in jobs:
+        assert cluster.jobs(int(chain[1]))[0]["Dependency"].startswith(f"afterany:{chain[0]}")
+
+
 def test_submit_waits_and_returns_failure(cluster: Cluster, tmp_path: Path, files: list[str]) -> None:
     """Real ranks, which find no model; they are not started again, since only the user can fix that."""
     site = tmp_path / "site.yaml"
