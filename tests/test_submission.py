@@ -9,6 +9,7 @@ from shlex import quote
 import pytest
 from recorded import new_run
 
+from tba_hpc.checks import machine
 from tba_hpc.commands.submission import (
     Submission,
     load_anchored,
@@ -120,6 +121,19 @@ def test_script_in_a_job_takes_what_the_job_has(tmp_path: Path, monkeypatch: pyt
     without.write_text("{gpus_per_node: 0, ranks_per_node: 3}")
     text = script(replace(submission, site=without, run_root=tmp_path / "of-cpus"))
     assert "TRAINERS=1\nSEARCHERS=2\n" in text and "--gres" not in text, "as the site says"
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ramfs"])
+def test_no_script_puts_a_run_of_several_nodes_into_the_memory_of_one(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "mount_kind", lambda _: kind)
+    monkeypatch.delenv(machine.NODES_SHARE_MEMORY, raising=False)
+    with pytest.raises(ConfigError, match=f"{tmp_path} is on {kind}, which other nodes do not see: put runs"):
+        script(replace(SUBMISSION, run_root=tmp_path))
+    assert "TRAINERS=" in script(replace(SUBMISSION, run_root=tmp_path, nodes=1))
+    monkeypatch.setenv(machine.NODES_SHARE_MEMORY, "1")
+    assert "TRAINERS=" in script(replace(SUBMISSION, run_root=tmp_path))
 
 
 def test_ranks_that_exchange_files_need_no_mpi() -> None:

@@ -186,7 +186,8 @@ def _wait(run: RunDir, job: str, seconds: float) -> list[Finding]:
 def _progress(active: slurm_queue.ActiveJob, reason: str) -> str:
     """Return a line on what the trial job is doing. reason: Slurm's reason why it is queued."""
     if active.waiting:
-        return f"job {active.number} is queued ({reason})"
+        known = reason not in ("", "None")
+        return f"job {active.number} is queued" + (f" ({reason})" if known else "")
     return f"job {active.number} is running: its ranks check GPUs, network and folders"
 
 

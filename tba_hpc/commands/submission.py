@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tba_hpc.checks.facts import Facts, job_environment, judge
+from tba_hpc.checks.facts import Facts, job_environment, judge, refuse
 from tba_hpc.checks.lists import CONFIG, FILES
+from tba_hpc.checks.machine import check_file_system
 from tba_hpc.checks.resources import is_here, resources
 from tba_hpc.config import Config, ConfigError, load_config, shipped
 from tba_hpc.launch import snapshot
@@ -193,8 +194,15 @@ def script(submission: Submission, *, make: bool = False) -> str:
     site = submission.load_site()
     config, split = submission.resolve(site)
     facts = Facts(
-        site=site, config=config, environment=job_environment(site), fetched_by=submission.fetched_by
+        site=site,
+        config=config,
+        split=split,
+        root=Path(config.run.root),
+        shared=True,
+        environment=job_environment(site),
+        fetched_by=submission.fetched_by,
     )
+    refuse([check_file_system], facts)  # its warnings are left out, since the script may be for elsewhere
     for finding in judge((*FILES, *CONFIG), facts):
         print(f"warning: {finding.sentence}", file=sys.stderr)
     try:
