@@ -103,6 +103,15 @@ def test_options_of_sbatch_and_a_chain_are_those_of_the_site(tmp_path: Path) -> 
             sbatch_options([bad])
 
 
+def test_a_wall_time_that_is_none_is_the_options_fault() -> None:
+    for bad in ("1d", "24h", "1:2:3:4"):
+        with pytest.raises(
+            ConfigError, match=f"^--time {bad} is no wall time: give for example 24:00:00 or 1-0$"
+        ):
+            replace(SUBMISSION, time=bad).load_site()
+    assert replace(SUBMISSION, time="1-0").load_site().seconds == 86_400
+
+
 def test_script_in_a_job_takes_what_the_job_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"JOB_ID": 7, "JOB_NUM_NODES": 1, "GPUS_ON_NODE": 2, "CPUS_ON_NODE": 6}.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))

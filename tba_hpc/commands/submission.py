@@ -18,7 +18,15 @@ from tba_hpc.checks.resources import is_here, resources
 from tba_hpc.config import Config, ConfigError, load_config, shipped
 from tba_hpc.launch import snapshot
 from tba_hpc.launch.component_nodes import separate_nodes
-from tba_hpc.launch.plan import Plan, Site, load_site, plan, refuse_rank_overrides
+from tba_hpc.launch.plan import (
+    WALL_TIME,
+    WALL_TIMES,
+    Plan,
+    Site,
+    load_site,
+    plan,
+    refuse_rank_overrides,
+)
 from tba_hpc.launch.sbatch import batch_script, job_of
 from tba_hpc.run import modules, slurm_queue
 from tba_hpc.run.changes import create as create_run
@@ -71,6 +79,9 @@ class Submission:
 
     def load_site(self) -> Site:
         """Load the site file, changed as this submission asks. Raises ConfigError."""
+        if self.time and not re.search(WALL_TIME, self.time):
+            examples = " or ".join(WALL_TIMES)
+            raise ConfigError(f"--time {self.time} is no wall time: give for example {examples}")
         time = {"time": self.time} if self.time else {}
         site = load_site(self.site, **time)
         if self.here:
