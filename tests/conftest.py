@@ -20,6 +20,9 @@ from xdist.scheduler import LoadScopeScheduling
 # As the launchers have it for every rank; two threads on tiny tensors mostly wait for each other, busily.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# Tests submit runs of several nodes into temporary folders, which many machines have in memory.
+os.environ["TBA_NODES_SHARE_TMPFS"] = "1"
+
 # A job in the background of a shell ignores Ctrl-C, and so would everything that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

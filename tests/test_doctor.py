@@ -485,6 +485,10 @@ def test_the_run_root_must_carry_a_run(tmp_path: Path) -> None:
     _says(kind("ext4", shared=True), "warning", "ext4, which other nodes do not see")
     _says(kind("ext4", shared=False), "ok")
     _says(kind("tmpfs", shared=False), "warning", "lost at a reboot")
+    for name in ("tmpfs", "ramfs"):
+        _says(kind(name, shared=True), "problem", f"{name}, which other nodes do not see", "--run-root")
+    alone = machine.judge_kind(Path("/runs"), "tmpfs", shared=True, several=False)
+    _says([alone], "warning", "which other nodes do not see")
     _says([machine.judge_space(10**12, 10**6)], "ok", "1,000,000 more files possible")
     _says([machine.judge_space(10**12, None)], "ok", "1000.0 GB free")
     _says([machine.judge_space(10**9, 10**6)], "warning", "1.0 GB free")
@@ -515,7 +519,7 @@ def test_a_folder_without_atomic_hard_links_is_named(tmp_path: Path, monkeypatch
 
 
 def test_nodes_whose_stamps_differ_by_more_than_a_lease_are_named() -> None:
-    _says(machine.judge_clocks({"n1": 1e9, "n2": 1e9 + 49}), "ok", "2 nodes agree")
+    _says(machine.judge_clocks({"n1": 1e9, "n2": 1e9 + 49}), "ok", "2 nodes differ by less than 50 s")
     words = ("n1 stamps its files 51 s ahead of n2", "ranks on n2 seem dead", "NTP")
     _says(machine.judge_clocks({"n1": 1e9 + 51, "n2": 1e9, "n3": 1e9 + 9}), "problem", *words)
     assert list(machine.judge_clocks({"n1": 1e9})) == []

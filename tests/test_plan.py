@@ -213,7 +213,7 @@ def test_shipped_sites_load(path: Path) -> None:
         ("zzz: 1", "unknown site key 'zzz': valid are partition, account"),
         ("gpus_per_node: many", "site key 'gpus_per_node' has the value 'many', but"),
         ("mpi: pmix --foo", "site key 'mpi' has the value 'pmix --foo', but"),
-        ("time: tomorrow", "site key 'time'"),
+        ("time: 1d", "site key 'time' has the value '1d', but must be of the form of 24:00:00 or 1-0"),
         ("trainer: {gpu_request: --gpus-per-node=4}", "=--gpus-per-node=4 does not contain {gpus}"),
         ("{memory: 4G, memory_per_cpu: 1G}", "memory=4G and memory_per_cpu=1G exclude each other: drop one"),
         ("container: {runtime: pyxis}", "container.runtime=pyxis needs an image: set container.image"),
@@ -232,8 +232,7 @@ def test_shipped_sites_load(path: Path) -> None:
         ("signal_seconds: 20", "signal_seconds"),
         (
             "time: 1:20:00",
-            "1:20:00 in line 1 would be read as 4800: write a number without leading zeros or "
-            "colons, and a text in quotes",
+            "site.yaml, line 1: 1:20:00 would be read as the number 4800: put it in quotes",
         ),
         ("time: 80", "time=80 is a number: quote it, as '1:20:00'"),
         ("{time: '10:00', signal_seconds: 900}", "leaves no time to train in a job of time=10:00"),

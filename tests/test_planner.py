@@ -15,6 +15,7 @@ from known_models import KNOWN, cache_shapes
 from typed import tba
 
 from tba_hpc.checks.planner import as_values
+from tba_hpc.checks.planner.advice import advice
 from tba_hpc.checks.planner.estimate import (
     SEARCHER,
     TRAINER,
@@ -294,7 +295,9 @@ def test_a_cache_that_does_not_hold_one_sequence_is_refused() -> None:
 
     assert problems(168) == ()
     (problem,) = problems(167)
-    assert problem.endswith("does not hold one sequence of 3,072 tokens (0.16 GiB), as vLLM requires")
+    assert problem.endswith(
+        "0.16 GiB holds 3,053 tokens, fewer than one sequence of 3,072 (model.context_length)"
+    )
 
 
 def test_a_shared_gpu_wants_a_cache_of_a_given_size() -> None:
@@ -324,6 +327,51 @@ def test_tensor_parallelism_splits_the_engine_and_leaves_the_reference_whole() -
     assert tokens == [pytest.approx((1 << 20) / per_token) for per_token in (56, 14, 14)]
 
 
+# --- Advice ---
+
+OFFLOAD = "train.deepspeed.zero_optimization.offload_optimizer.device=cpu"
+
+
+def _advice(*overrides: str, gpu: str = "a100-40") -> list[str]:
+    config = _qwen7b(*overrides)
+    return list(advice(config, estimate(config, GPUS[gpu])))
+
+
+def _qwen7b(*overrides: str) -> Config:
+    return load_config(Path("math_qwen7b"), [*overrides])
+
+
+def test_advice_omits_what_the_config_does_and_leads_to_a_run_that_fits() -> None:
+    """The shipped config has checkpointing and ZeRO-3, and a reference beside each engine."""
+    assert _advice() == [
+        f"a trainer takes less with a smaller train.tokens_per_micro_batch (at least 3072), more "
+        f"launch.trainers, {OFFLOAD} or model.lora",
+        "a searcher takes less with train.reference.scored_by=trainer or a smaller "
+        "generator.gpu_memory_utilization",
+    ]
+    assert _advice("train.reference.scored_by=trainer", "train.tokens_per_micro_batch=3072", OFFLOAD) == []
+    less = ("train.zero_stage=2", "train.gradient_checkpointing=false", "launch.trainers=1", OFFLOAD)
+    assert _advice(*less)[0] == (
+        "a trainer takes less with train.gradient_checkpointing=true, a smaller "
+        "train.tokens_per_micro_batch (at least 3072), train.zero_stage=3 with several launch.trainers or "
+        "model.lora"
+    )
+
+
+def test_advice_never_shrinks_a_cache_that_is_too_small() -> None:
+    small = ("generator.gpu_memory_utilization=0.45", "train.tokens_per_micro_batch=4096")
+    assert _advice(*small, "train.reference.scored_by=trainer") == [
+        f"a trainer takes less with more launch.trainers, {OFFLOAD} or model.lora",
+        "a KV cache holds a sequence with a larger generator.gpu_memory_utilization, more GPUs for an engine "
+        "(generator.tensor_parallel) or a smaller model.context_length",
+    ]
+    assert _advice("generator.kv_cache_mb=160", gpu="h100-80") == [
+        "a KV cache holds a sequence with a larger generator.kv_cache_mb, more GPUs for an engine "
+        "(generator.tensor_parallel) or a smaller model.context_length"
+    ]
+    assert _advice("generator.tensor_parallel=8", gpu="h200-141") == [], "no key but the one in the problem"
+
+
 # --- The command ---
 
 
@@ -338,7 +386,7 @@ def test_the_command_prints_all_and_its_status() -> None:
     assert {device["holds"]: device["count"] for device in values["devices"]} == {"trainer": 1, "searcher": 3}
     named = tba("plan", "math_qwen7b", "--set", "launch.trainers=1")
     assert named.returncode == 1 and "does not fit: h100-80 with trainer" in named.stdout
-    assert "  a trainer takes less with train.gradient_checkpointing=true, " in named.stdout
+    assert "  a trainer takes less with more launch.trainers, " in named.stdout
     assert "a searcher takes less" not in named.stdout
 
 

@@ -133,6 +133,10 @@ def test_how_a_submitted_run_stands(
     assert found.over == (state in ("created", "gone", "failed", "refused", "stopped", "aborted", "finished"))
 
 
+def test_a_run_that_waits_for_a_reason_yet_unknown_names_none(run: RunDir) -> None:
+    assert run_state(look(run, queue("PENDING", reason="None"))).words == "queued"
+
+
 def test_a_run_whose_own_code_was_refused_is_not_started_with_its_copy(run: RunDir) -> None:
     """Its sentence says to start from the config, which takes the code as it is now."""
     allocation(run, *STARTED, "refused")

@@ -9,6 +9,7 @@ from shlex import quote
 import pytest
 from recorded import new_run
 
+from tba_hpc.checks import machine
 from tba_hpc.commands.submission import (
     Submission,
     load_anchored,
@@ -102,6 +103,15 @@ def test_options_of_sbatch_and_a_chain_are_those_of_the_site(tmp_path: Path) -> 
             sbatch_options([bad])
 
 
+def test_a_wall_time_that_is_none_is_the_options_fault() -> None:
+    for bad in ("1d", "24h", "1:2:3:4"):
+        with pytest.raises(
+            ConfigError, match=f"^--time {bad} is no wall time: give for example 24:00:00 or 1-0$"
+        ):
+            replace(SUBMISSION, time=bad).load_site()
+    assert replace(SUBMISSION, time="1-0").load_site().seconds == 86_400
+
+
 def test_script_in_a_job_takes_what_the_job_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"JOB_ID": 7, "JOB_NUM_NODES": 1, "GPUS_ON_NODE": 2, "CPUS_ON_NODE": 6}.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
@@ -120,6 +130,19 @@ def test_script_in_a_job_takes_what_the_job_has(tmp_path: Path, monkeypatch: pyt
     without.write_text("{gpus_per_node: 0, ranks_per_node: 3}")
     text = script(replace(submission, site=without, run_root=tmp_path / "of-cpus"))
     assert "TRAINERS=1\nSEARCHERS=2\n" in text and "--gres" not in text, "as the site says"
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ramfs"])
+def test_no_script_puts_a_run_of_several_nodes_into_the_memory_of_one(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "mount_kind", lambda _: kind)
+    monkeypatch.delenv(machine.NODES_SHARE_MEMORY, raising=False)
+    with pytest.raises(ConfigError, match=f"{tmp_path} is on {kind}, which other nodes do not see: put runs"):
+        script(replace(SUBMISSION, run_root=tmp_path))
+    assert "TRAINERS=" in script(replace(SUBMISSION, run_root=tmp_path, nodes=1))
+    monkeypatch.setenv(machine.NODES_SHARE_MEMORY, "1")
+    assert "TRAINERS=" in script(replace(SUBMISSION, run_root=tmp_path))
 
 
 def test_ranks_that_exchange_files_need_no_mpi() -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tba_hpc.config import parse_config
 from tba_hpc.core.wording import count, printable, without_fail
-from tba_hpc.report.tables import Terminal, print_values
+from tba_hpc.report.tables import Indented, Terminal, print_rows, print_values
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.notes import Exit
 
@@ -43,6 +43,20 @@ def test_no_text_commands_a_terminal() -> None:
         assert isinstance(console.file, io.StringIO)
         assert r"\x1b]0;owned" in console.file.getvalue()
         assert not set(console.file.getvalue()) & set("\x1b\x07\x9b\r\u202e")
+
+
+def test_only_a_terminal_breaks_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    path = f"/scratch/{'deep/' * 50}run"
+    print_rows([{"run": path, "steps": 4}])
+    Terminal().print(Indented(Text(f"see\n{path}"), 4))
+    assert capsys.readouterr().out.split() == ["run", "steps", path, "4", "see", path]
+    terminal = Terminal(file=io.StringIO(), force_terminal=True, color_system=None, width=20)
+    terminal.print(Indented(Text("a short text of eight words in lines"), 4))
+    assert isinstance(terminal.file, io.StringIO)
+    assert terminal.file.getvalue() == "    a short text of \n    eight words in \n    lines\n"
 
 
 def test_a_terminal_still_has_its_own_colours() -> None:

@@ -34,6 +34,13 @@ from tba_hpc.run.owners import BEAT_SECONDS, SILENT_OWNER_SECONDS
 LOCAL = re.compile(r"tmpfs|ramfs|ext[234]|xfs|btrfs|zfs|f2fs|overlay|squashfs")
 """Pattern of the file systems that only one machine sees."""
 
+IN_MEMORY = ("tmpfs", "ramfs")
+"""Kinds of file systems that are lost when their machine restarts."""
+
+NODES_SHARE_MEMORY = "TBA_NODES_SHARE_TMPFS"
+"""Environment variable that is set, to anything, where all nodes are one machine and share its tmpfs, as on
+simulated clusters."""
+
 VIRTUAL = re.compile(r"lo|docker\d|virbr|veth|br-|cni|flannel|cali|tun|tap|ifb|dummy|wg")
 """Pattern of the beginnings of names of network interfaces that lead to no other node."""
 
@@ -212,18 +219,33 @@ def check_folder(facts: Facts) -> Iterator[Finding]:
     """
     if facts.root is None:
         return
-    root = facts.root.absolute()
-    parent = next(folder for folder in (root, *root.parents) if folder.exists())
-    kind = mount_kind(parent.resolve())
+    root, parent, kind = _folder(facts.root)
     try:
         yield from judge_folder(root, parent, kind)
     except OSError as error:
         found = f"cannot write to {root}: {error.strerror or error}"
         yield problem(RUN_ROOT, found, "choose another folder with --run-root")
         return
-    yield judge_kind(root, kind, shared=facts.shared and not facts.alone)
+    yield from check_file_system(facts)
     space = os.statvfs(parent)
     yield judge_space(space.f_bavail * space.f_frsize, space.f_favail if space.f_files else None)
+
+
+def check_file_system(facts: Facts) -> Iterator[Finding]:
+    """Check that the folder of runs is on a file system that persists, and that all nodes see."""
+    if facts.root is None:
+        return
+    root, _, kind = _folder(facts.root)
+    one_machine = facts.alone or (kind in IN_MEMORY and NODES_SHARE_MEMORY in facts.environment)
+    several = facts.split is None or facts.split.nodes > 1
+    yield judge_kind(root, kind, shared=facts.shared and not one_machine, several=several)
+
+
+def _folder(root: Path) -> tuple[Path, Path, str]:
+    """Return a folder's absolute path, its nearest existing parent, and the file system of that parent."""
+    root = root.absolute()
+    parent = next(folder for folder in (root, *root.parents) if folder.exists())
+    return root, parent, mount_kind(parent.resolve())
 
 
 def _links(path: Path) -> bool:
@@ -274,18 +296,23 @@ def judge_clocks(stamps: Mapping[str, float]) -> Iterator[Finding]:
         found = f"{early} stamps its files {apart:.0f} s ahead of {late}, so that ranks on {late} seem dead"
         yield problem(CLOCKS, found, "set the clocks of the nodes (NTP, chrony), or leave one of them out")
     else:
-        yield ok(CLOCKS, f"{len(stamps)} nodes agree within {LEASE_SECONDS:g} s")
+        found = f"those of {len(stamps)} nodes differ by less than {LEASE_SECONDS:g} s, which is enough"
+        yield ok(CLOCKS, found)
 
 
-def judge_kind(root: Path, kind: str, *, shared: bool) -> Finding:
+def judge_kind(root: Path, kind: str, *, shared: bool, several: bool = True) -> Finding:
     """Return the finding on whether the file system of ``root`` is persistent, and may be seen by all nodes.
 
-    shared: whether other nodes must see it.
+    shared: whether other machines must see it. several: whether a job has several nodes, which could not work
+    together in a folder in the memory of one.
     """
     if shared and LOCAL.fullmatch(kind):
+        level: Level = "problem" if several and kind in IN_MEMORY else "warning"
         found = f"{root} is on {kind}, which other nodes do not see"
-        return warning(FILE_SYSTEM, found, "put runs on a file system that all nodes share: --run-root")
-    if kind in ("tmpfs", "ramfs"):
+        return Finding(
+            FILE_SYSTEM, level, found, "put runs on a file system that all nodes share: --run-root"
+        )
+    if kind in IN_MEMORY:
         found = f"{root} is on {kind}, which uses memory and is lost at a reboot"
         return warning(FILE_SYSTEM, found, "put runs on a disk: run.root")
     return ok(FILE_SYSTEM, kind)
@@ -334,7 +361,7 @@ def _own_folder(path: Path, facts: Facts) -> str | None:
     folders = filter(None, (*OWN_FOLDERS, facts.environment.get("TMPDIR")))
     if own := next((folder for folder in folders if path.is_relative_to(folder)), None):
         return f"a {own}"
-    return "memory" if mount_kind(path) in ("tmpfs", "ramfs") else None
+    return "memory" if mount_kind(path) in IN_MEMORY else None
 
 
 # --- The node's own folder, model, shared memory, network ---

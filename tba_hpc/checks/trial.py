@@ -186,13 +186,13 @@ def _wait(run: RunDir, job: str, seconds: float) -> list[Finding]:
 def _progress(active: slurm_queue.ActiveJob, reason: str) -> str:
     """Return a line on what the trial job is doing. reason: Slurm's reason why it is queued."""
     if active.waiting:
-        return f"job {active.number} is queued ({reason})"
+        return f"job {active.number} is queued{slurm_queue.bracketed(reason)}"
     return f"job {active.number} is running: its ranks check GPUs, network and folders"
 
 
 def _too_late(job: str, state: str, seconds: float) -> Finding:
-    reason = slurm_queue.job_fields(job).get("Reason", "?")
-    found = f"job {job} was still {state.lower()} after {seconds:g} s ({reason}) and is cancelled"
+    reason = slurm_queue.bracketed(slurm_queue.job_fields(job).get("Reason", ""))
+    found = f"job {job} was still {state.lower()} after {seconds:g} s{reason} and is cancelled"
     if state == "PENDING":
         return warning(TITLE, found, "try again when the queue is shorter, or with a longer --wait")
     return problem(TITLE, found, "a node or the network may be faulty: try other nodes")

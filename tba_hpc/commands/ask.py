@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.padding import Padding
 from rich.text import Text
 
 from tba_hpc.config import Config, ConfigError, GeneratorSection, ModelSection
@@ -22,7 +21,7 @@ from tba_hpc.core.ports import Task, Tokenizer, Victim
 from tba_hpc.core.types import Completion, Group, Request, Sampling
 from tba_hpc.core.wording import count
 from tba_hpc.evaluate.target import find_target, refuse_missing
-from tba_hpc.report.tables import Terminal
+from tba_hpc.report.tables import Indented, Terminal
 from tba_hpc.tasks import make_task
 
 if TYPE_CHECKING:  # it imports torch
@@ -192,7 +191,7 @@ def print_answers(asked: Asked, *, as_json: bool = False) -> None:
         fault = f" […its environment failed{reply.fault and f': {reply.fault}'}]"
         end = fault if reply.failed else " […cut off]" if reply.truncated else ""
         text = f"{reply.text.strip()}{end}".strip() or "(no text: the model ended at once)"
-        console.print(Padding(Text(text), (0, 0, 0, 2)))
+        console.print(Indented(Text(text)))
     console.print(Text(_how(asked), style="dim"))
 
 

@@ -11,13 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tba_hpc.checks.facts import Facts, job_environment, judge
+from tba_hpc.checks.facts import Facts, job_environment, judge, refuse
 from tba_hpc.checks.lists import CONFIG, FILES
+from tba_hpc.checks.machine import check_file_system
 from tba_hpc.checks.resources import is_here, resources
 from tba_hpc.config import Config, ConfigError, load_config, shipped
 from tba_hpc.launch import snapshot
 from tba_hpc.launch.component_nodes import separate_nodes
-from tba_hpc.launch.plan import Plan, Site, load_site, plan, refuse_rank_overrides
+from tba_hpc.launch.plan import (
+    WALL_TIME,
+    WALL_TIMES,
+    Plan,
+    Site,
+    load_site,
+    plan,
+    refuse_rank_overrides,
+)
 from tba_hpc.launch.sbatch import batch_script, job_of
 from tba_hpc.run import modules, slurm_queue
 from tba_hpc.run.changes import create as create_run
@@ -70,6 +79,9 @@ class Submission:
 
     def load_site(self) -> Site:
         """Load the site file, changed as this submission asks. Raises ConfigError."""
+        if self.time and not re.search(WALL_TIME, self.time):
+            examples = " or ".join(WALL_TIMES)
+            raise ConfigError(f"--time {self.time} is no wall time: give for example {examples}")
         time = {"time": self.time} if self.time else {}
         site = load_site(self.site, **time)
         if self.here:
@@ -193,8 +205,15 @@ def script(submission: Submission, *, make: bool = False) -> str:
     site = submission.load_site()
     config, split = submission.resolve(site)
     facts = Facts(
-        site=site, config=config, environment=job_environment(site), fetched_by=submission.fetched_by
+        site=site,
+        config=config,
+        split=split,
+        root=Path(config.run.root),
+        shared=True,
+        environment=job_environment(site),
+        fetched_by=submission.fetched_by,
     )
+    refuse([check_file_system], facts)  # its warnings are left out, since the script may be for elsewhere
     for finding in judge((*FILES, *CONFIG), facts):
         print(f"warning: {finding.sentence}", file=sys.stderr)
     try:

@@ -10,10 +10,11 @@ from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from tba_hpc.config import shipped
-from tba_hpc.config.plain_yaml import read_yaml, write_yaml
+from tba_hpc.config.plain_yaml import AmbiguousNumber, read_yaml, write_yaml
 from tba_hpc.config.rules import flat
 from tba_hpc.config.sections import MAY_CHANGE, Config, RewardSection
 from tba_hpc.config.variants import OWN, choices
@@ -41,6 +42,8 @@ def read_tree(path: Path, kind: shipped.Kind) -> dict[str, Any]:
             f"cannot read the {kind.removesuffix('s')} {path}: {error.strerror}; check the path, or name one "
             f"of those shipped: {', '.join(shipped.files(kind))}"
         ) from None
+    except AmbiguousNumber as error:
+        raise ConfigError(f"{path}, {error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
@@ -171,8 +174,8 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
         )
     rule = problem["msg"][0].lower() + problem["msg"][1:]
     field = section.model_fields.get(names[-1]) if section else None
-    if problem["type"] == "string_pattern_mismatch" and field and isinstance(field.default, str):
-        rule += f", as {field.default!r} does"
+    if problem["type"] == "string_pattern_mismatch":
+        rule = _form(field)
     if problem["type"] == "string_type" and isinstance(problem["input"], int | float):
         rule += ": put it in quotes"
     return f"{noun} key {key!r} has the value {problem['input']!r}, but {rule}"
@@ -184,6 +187,13 @@ def _meant(given: str, valid: Sequence[str]) -> str:
     if not close and given in OBJECTIVES_ELSEWHERE:
         return f": {OBJECTIVES_ELSEWHERE[given]}"
     return f": did you mean {close[0]!r}?" if close else ""
+
+
+def _form(field: FieldInfo | None) -> str:
+    """Return the end of an error about a text of the wrong form. field: None if the user chose its key."""
+    if field is None or not field.examples:
+        return "a name has only letters, digits and _, and begins with no digit"
+    return f"must be of the form of {' or '.join(field.examples)}"
 
 
 def _place(

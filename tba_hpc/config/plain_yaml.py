@@ -25,6 +25,10 @@ _OTHER_BASE = re.compile(r"[-+]?(?:0[\d_]+$|[\d_]+:)")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 
 
+class AmbiguousNumber(yaml.YAMLError):
+    """Error for a number in base 8 or 60. Its message begins with the line."""
+
+
 class _Loader(yaml.SafeLoader):
     """Loader of the dialect that the module describes."""
 
@@ -52,14 +56,15 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
 
 
 def _decimal(loader: _Loader, node: yaml.ScalarNode) -> int | float:
-    """Read a number as YAML 1.1 does. Raises YAMLError if that means base 8 or 60."""
+    """Read a number as YAML 1.1 does. Raises AmbiguousNumber if that means base 8 or 60."""
     read = loader.construct_yaml_int if node.tag.endswith("int") else loader.construct_yaml_float
     number: int | float = read(node)
     if _OTHER_BASE.match(node.value):
-        raise yaml.YAMLError(
-            f"{node.value} in line {node.start_mark.line + 1} would be read as {number}: write a number "
-            "without leading zeros or colons, or put a text in quotes"
+        remedy = (
+            "put it in quotes" if ":" in node.value else "leave out the leading zeros, or put it in quotes"
         )
+        line = node.start_mark.line + 1
+        raise AmbiguousNumber(f"line {line}: {node.value} would be read as the number {number}: {remedy}")
     return number
 
 

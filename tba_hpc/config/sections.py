@@ -81,7 +81,7 @@ class NotifySection(Section):
 
 
 class RunSection(Section):
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", examples=["my-run", "run_2.b"])
     """Name of the run. Its directory is ROOT/NAME-seedN, where N is the seed."""
     root: MayChange[UserPath] = "runs"
     """Folder that holds the directories of runs. In paths, ``~`` and ``$NAME`` are expanded."""

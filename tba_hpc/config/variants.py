@@ -159,7 +159,7 @@ class Topr(PolicyGradient):
 
 
 class OwnObjective(ObjectiveSection):
-    name: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    name: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", examples=["my_module:my_loss"])
     """Your own function, which takes a tba_hpc.objectives.Groups and β, and returns a loss per completion."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the function."""

@@ -9,14 +9,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from rich.padding import Padding
 from rich.text import Text
 
 from tba_hpc.core.ports import RIGHT_AND_ENDED
 from tba_hpc.core.wording import percent
 from tba_hpc.evaluate.measure import Decoding, Result, measure
 from tba_hpc.evaluate.target import find_target
-from tba_hpc.report.tables import NOTHING, Terminal, print_rows, print_values
+from tba_hpc.report.tables import NOTHING, Indented, Terminal, print_rows, print_values
 
 __all__ = ["find_target", "measure", "print_result"]
 
@@ -38,8 +37,8 @@ def print_result(result: Result, *, as_json: bool = False) -> None:
         if result.single.reward:
             verdict = f"reward {answer.reward:.4g}"
         console.print(Text(f"\nprompt {answer.prompt}: {verdict}", style="bold"))
-        console.print(Padding(Text(answer.question.strip("\n"), style="dim"), (0, 0, 0, 2)))
-        console.print(Padding(Text(answer.text), (0, 0, 0, 2)))
+        console.print(Indented(Text(answer.question.strip("\n"), style="dim")))
+        console.print(Indented(Text(answer.text)))
 
 
 def _rows(decoding: Decoding) -> Iterator[dict[str, str]]:

@@ -31,6 +31,9 @@ COUNTED = re.compile(r"--(gres|gpus)\b|-G\b")
 NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 """Pattern of ``$NAME`` and ``${NAME}``. ``${NAME:-default}`` does not match, since NAME may be unset."""
 
+WALL_TIME, WALL_TIMES = r"^(\d+-)?\d+(:\d{2}){0,2}$", ["24:00:00", "1-0"]
+"""Pattern of Slurm's wall times, and examples: the same day in two forms."""
+
 REQUEUE_SECONDS = 30
 """Seconds before the end of a job that are reserved for its requeue."""
 
@@ -115,7 +118,7 @@ class Site(Section):
     """Memory per core, instead of ``memory`` (``sbatch --mem-per-cpu``)."""
     exclusive: bool = False
     """Request whole nodes (``sbatch --exclusive``)."""
-    time: str = Field("24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")
+    time: str = Field("24:00:00", pattern=WALL_TIME, examples=WALL_TIMES)
     """Wall time of a job. The job of a run that needs more time requeues itself."""
     signal_seconds: int = Field(300, ge=2 * REQUEUE_SECONDS)
     """Seconds before the end of the wall time at which the run is asked to checkpoint. The last 30 s are
@@ -125,10 +128,12 @@ class Site(Section):
     hetjob: bool = True
     """Whether to use heterogeneous jobs, with separate nodes for each role. If false, one allocation holds
     both roles."""
-    mpi: str | None = Field("pmix", pattern=r"^\w+$")
+    mpi: str | None = Field("pmix", pattern=r"^\w+$", examples=["pmix", "pmi2"])
     """Plugin with which srun starts MPI (``srun --mpi``): pmix (or pmix_v5, pspmix) for Open MPI, pmi2 for
     MPICH, cray_shasta for Cray MPICH. null: the cluster's default."""
-    mpi_library: str = Field("wheel", pattern=r"^(wheel|site|[/$].+)$")
+    mpi_library: str = Field(
+        "wheel", pattern=r"^(wheel|site|[/$].+)$", examples=["wheel", "site", "/path/of/libmpi.so"]
+    )
     """MPI library that ranks load: ``wheel`` (the Open MPI that pip installed), ``site`` (the libmpi that the
     nodes find, for example through ``modules``), or the path of a library, which may contain ``$NAME``."""
     srun_arguments: tuple[str, ...] = ()

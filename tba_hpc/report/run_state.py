@@ -21,7 +21,7 @@ from tba_hpc.run.files import FULL_BYTES
 from tba_hpc.run.metrics import number, record_seconds
 from tba_hpc.run.notes import rank_name
 from tba_hpc.run.owners import Owner, holders, is_abandoned
-from tba_hpc.run.slurm_queue import FORGOTTEN, NO_ANSWER, QUEUED, WITH_NODES
+from tba_hpc.run.slurm_queue import FORGOTTEN, NO_ANSWER, QUEUED, WITH_NODES, bracketed
 
 SILENT_RUN_SECONDS = 600.0
 """Shortest silence of all ranks after which a run may be dead, s; to start engines may take this long."""
@@ -211,12 +211,12 @@ def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
     held = "held" in reason.lower() or "hold" in reason.lower()
     release = f"scontrol release {waiting['job']}" if held else ""
     if not _heard_of(monitor, job):
-        return RunState("queued", f"queued ({reason})", release)
+        return RunState("queued", f"queued{bracketed(reason)}", release)
     kinds = {event["event"] for event in events if event["restarts"] == events[-1]["restarts"]}
     why = "nodes unreachable" if "requeue" in kinds else "ended by Slurm (requeued, preempted or a node lost)"
     why = "preempted or out of time" if "signal" in kinds else why
     why = "a node drained" if "draining" in kinds else why
-    return RunState("requeued", f"{why}, back in the queue at step {step} ({reason})", release)
+    return RunState("requeued", f"{why}, back in the queue at step {step}{bracketed(reason)}", release)
 
 
 def _heard_of(monitor: RunMonitor, job: list[QueueEntry]) -> bool:

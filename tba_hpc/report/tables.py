@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -15,6 +17,9 @@ from tba_hpc.core.wording import printable
 NOTHING = "–"
 """Text shown if there is no value yet."""
 
+UNWRAPPED = 100_000
+"""Width of output that goes to a file or another program, in characters."""
+
 Cell = str | int | float | bool | None
 
 
@@ -22,7 +27,13 @@ class Terminal(Console):
     """A console that makes control characters in text visible instead of sending them to the terminal.
 
     The text may come from models, data files and other people's runs. Styles and live displays still work.
+    Output that goes to no terminal is not wrapped, unless the environment variable COLUMNS gives a width.
     """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if not (self.is_terminal or "width" in options or "COLUMNS" in os.environ):
+            self.width = UNWRAPPED
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render as the base class does, with text escaped."""
@@ -32,6 +43,21 @@ class Terminal(Console):
     def on_broken_pipe(self) -> None:
         """Raise the present error again; the base class would end the process."""
         raise
+
+
+class Indented:
+    """A text that is printed behind ``indent`` blanks; unlike Padding it adds none at the ends of lines."""
+
+    def __init__(self, text: Text, indent: int = 2) -> None:
+        self._text, self._indent = text, indent
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        """Yield the segments of all lines."""
+        narrower = options.update(width=options.max_width - self._indent)
+        for line in console.render_lines(self._text, narrower, pad=False):
+            yield Segment(" " * self._indent)
+            yield from line
+            yield Segment.line()
 
 
 def print_values(values: Mapping[str, Cell], console: Console | None = None) -> None:

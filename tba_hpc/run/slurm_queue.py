@@ -174,6 +174,11 @@ def job_states(run: RunDir) -> list[dict[str, str]]:
     return [{**nothing, "state": FORGOTTEN}]
 
 
+def bracketed(reason: str) -> str:
+    """Return a space and Slurm's reason for a job's state in brackets; "" where Slurm has given none."""
+    return "" if reason in ("", "None") else f" ({reason})"
+
+
 def components(*jobs: str) -> list[dict[str, str]] | None:
     """List the components of the jobs with these ids, as ``job_states`` does; None without an answer."""
     layout = "|".join(SQUEUE_FIELDS.values())

@@ -133,7 +133,8 @@ class Cluster:
     def environment(self) -> dict[str, str]:
         """Environment in which Slurm's commands use this cluster."""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
-        return {**inherited, **self.network, "PATH": _path(), "SLURM_CONF": str(self.root / "slurm.conf")}
+        own = {"PATH": _path(), "SLURM_CONF": str(self.root / "slurm.conf"), "TBA_NODES_SHARE_TMPFS": "1"}
+        return {**inherited, **self.network, **own}
 
     def run(self, *command: str | Path, check: bool = True, seconds: float = 60, user: bool = False) -> str:
         """Run a command on the login node, which is this machine; return its standard output.

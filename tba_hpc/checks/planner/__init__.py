@@ -16,7 +16,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from tba_hpc.checks.planner.estimate import SEARCHER, TRAINER, Estimate, estimate
+from tba_hpc.checks.planner.advice import advice
+from tba_hpc.checks.planner.estimate import Estimate, estimate
 from tba_hpc.checks.planner.hardware import GIB, GPUS, Gpu, find_gpu, gpus_named
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.core.tuned import beyond_tuned
@@ -30,14 +31,6 @@ DEFAULT_GPU = "h100-80"
 
 CAVEAT = "Computed from the config and from data sheets, not measured."
 """Last line of each estimate, before its verdict."""
-
-SAVES = {
-    TRAINER: "train.gradient_checkpointing=true, a smaller train.tokens_per_micro_batch, train.zero_stage=3 "
-    "on several GPUs (launch.trainers), or model.lora",
-    SEARCHER: "a smaller generator.gpu_memory_utilization or generator.kv_cache_mb, or several GPUs for an "
-    "engine (generator.tensor_parallel)",
-}
-"""Config keys that reduce the GPU memory of a rank, by role."""
 
 
 def plan_run(
@@ -115,7 +108,7 @@ def _head(config: Config, found: Estimate) -> Iterator[str]:
     )
     yield (
         f"at most {found.micro_batch_tokens:,.0f} tokens in a micro-batch; an engine's KV cache holds "
-        f"{found.cache_tokens:,.0f} tokens"
+        f"{int(found.cache_tokens):,} tokens"
     )
 
 
@@ -138,8 +131,7 @@ def _verdict(config: Config, found: Estimate) -> Iterator[str]:
     yield from (f"note: {note}" for note in _notes(config))
     yield CAVEAT
     yield from (f"does not fit: {problem}" for problem in found.problems)
-    troubled = {rank for device in found.devices if device.problem for rank in device.ranks}
-    yield from (f"  a {rank} takes less with {keys}" for rank, keys in SAVES.items() if rank in troubled)
+    yield from (f"  {sentence}" for sentence in advice(config, found))
 
 
 def _notes(config: Config) -> list[str]:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tba_hpc.checks.planner.hardware import GIB, Gpu
 from tba_hpc.checks.planner.memory import KV_CACHE, Items, Workload, searcher_items, trainer_items
@@ -17,19 +18,23 @@ MARGIN = 0.03
 TRAINER, SEARCHER = "trainer", "searcher"
 """Names of ranks in an estimate."""
 
+Lack = Literal["memory", "KV cache", ""]
+"""What ranks have too little of; "" for nothing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """A number of GPUs that all hold the same ranks.
 
     count: number of these GPUs. ranks: names of the ranks on each. bytes: memory that is needed on each.
-    problem: why the ranks do not fit, in a sentence, or "".
+    problem: why the ranks do not fit, in a sentence, or "". lacks: what they have too little of, if anything.
     """
 
     count: int
     ranks: tuple[str, ...]
     bytes: float
     problem: str
+    lacks: Lack
 
     @property
     def name(self) -> str:
@@ -134,8 +139,10 @@ def _named(ranks: Sequence[str]) -> str:
 
 def _device(ranks: tuple[str, ...], number: int, items: dict[str, Items], gpu: Gpu, work: Workload) -> Device:
     used, room = sum(sum(items[rank].values()) for rank in ranks), (1 - MARGIN) * gpu.bytes
+    lacks: Lack = ""
     problem = ""
     if used > room:
+        lacks = "memory"
         problem = (
             f"would need {used / GIB:.1f} GiB, but {room / GIB:.1f} of its {gpu.memory:g} GiB are usable: "
             f"{(used - room) / GIB:.1f} GiB too much"
@@ -143,13 +150,15 @@ def _device(ranks: tuple[str, ...], number: int, items: dict[str, Items], gpu: G
     elif SEARCHER in ranks:
         engine = sum(size for name, size in items[SEARCHER].items() if name.startswith("engine"))
         cache = items[SEARCHER][KV_CACHE]
-        problem = _engine_problem(cache, used - engine, gpu, work, shared=len(ranks) > 1)
+        lacks, problem = _engine_problem(cache, used - engine, gpu, work, shared=len(ranks) > 1)
     named = f"{gpu.name} with {_named(ranks)} {problem}" if problem else ""
-    return Device(count=number, ranks=ranks, bytes=used, problem=named)
+    return Device(count=number, ranks=ranks, bytes=used, problem=named, lacks=lacks)
 
 
-def _engine_problem(cache: float, others: float, gpu: Gpu, work: Workload, *, shared: bool) -> str:
-    """Return why an engine would not start although the memory suffices, or "" if it would.
+def _engine_problem(
+    cache: float, others: float, gpu: Gpu, work: Workload, *, shared: bool
+) -> tuple[Lack, str]:
+    """Return what an engine lacks, and why it would not start although the memory suffices; "" if it would.
 
     cache: bytes of its KV cache. others: bytes that all but the engine need on the GPU. shared: whether other
     ranks are on the GPU.
@@ -157,23 +166,24 @@ def _engine_problem(cache: float, others: float, gpu: Gpu, work: Workload, *, sh
     generator, longest = work.config.generator, work.config.model.context_length
     heads, ranks, free = work.policy.heads, generator.tensor_parallel, generator.gpu_memory_utilization
     if heads % ranks:
-        return (
+        return "", (
             f"cannot start an engine: generator.tensor_parallel={ranks} does not divide the {heads} "
             f"attention heads of {work.config.model.path}"
         )
-    if cache < (least := longest * work.cache_bytes):
-        return (
-            f"has too little memory: a KV cache of {cache / GIB:.2f} GiB does not hold one sequence of "
-            f"{longest:,} tokens ({least / GIB:.2f} GiB), as vLLM requires"
+    if cache < longest * work.cache_bytes:
+        return "KV cache", (
+            f"cannot start an engine: its KV cache of {cache / GIB:.2f} GiB holds "
+            f"{int(cache / work.cache_bytes):,} tokens, fewer than one sequence of {longest:,} "
+            "(model.context_length)"
         )
     if shared and generator.kv_cache_mb is None:
-        return (
+        return "", (
             "would give each engine a KV cache of unpredictable size, since its ranks start at the same "
             "time: set generator.kv_cache_mb"
         )
     if others + free * gpu.bytes > gpu.bytes:
-        return (
+        return "", (
             f"cannot start an engine: vLLM needs {free * gpu.memory:.1f} GiB free "
-            f"(generator.gpu_memory_utilization), but everything else takes {others / GIB:.1f} GiB"
+            f"(generator.gpu_memory_utilization), but everything else takes {others / GIB:.1f} GiB: lower it"
         )
-    return ""
+    return "", ""

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from rich.padding import Padding
 from rich.text import Text
 
 from tba_hpc.core.types import BEGIN
 from tba_hpc.core.wording import count
 from tba_hpc.report.samples.select import Decode, Sample, Selection
-from tba_hpc.report.tables import Terminal
+from tba_hpc.report.tables import Indented, Terminal
 from tba_hpc.run.directory import RunDir
 
 PAGER = "-RFX"
@@ -60,12 +59,12 @@ def print_samples(selection: Selection, *, as_json: bool = False) -> None:
     with console.pager(styles=True) if console.is_terminal else nullcontext():
         for sample in selection.samples:
             console.print(Text(facts(sample), style="bold"))
-            console.print(Padding(Text(sample.prompt.strip("\n"), style="dim"), (0, 0, 0, 2)))
+            console.print(Indented(Text(sample.prompt.strip("\n"), style="dim")))
             for who, text in sample.segments:
                 if who == "sequence":
                     console.print(Text(SEQUENCE, style="dim"))
                 indent, style = (2, "") if who == "policy" else (6, "italic dim")
-                console.print(Padding(Text(text.strip("\n"), style), (0, 0, 0, indent)))
+                console.print(Indented(Text(text.strip("\n"), style), indent))
             console.print("  […cut off]\n" if sample.truncated else "", markup=False)
         console.print(Text(summary(selection), style="dim"))
 

@@ -1,0 +1,74 @@
+"""Names config keys that would help a run to fit, leaving out what its config already does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from tba_hpc.checks.planner.estimate import SEARCHER, TRAINER, Estimate
+from tba_hpc.config import Config
+
+OFFLOAD = "train.deepspeed.zero_optimization.offload_optimizer.device=cpu"
+"""Setting that keeps AdamW's state and the master weights in host memory."""
+
+LESS_CACHE = {True: "a smaller generator.kv_cache_mb", False: "a smaller generator.gpu_memory_utilization"}
+MORE_CACHE = {True: "a larger generator.kv_cache_mb", False: "a larger generator.gpu_memory_utilization"}
+"""Key that sets the size of a KV cache, by whether the config sets generator.kv_cache_mb."""
+
+MORE_GPUS = "more GPUs for an engine (generator.tensor_parallel)"
+
+Choices = Iterable[tuple[object, str]]
+"""Pairs of a condition, and what helps if it is true."""
+
+
+def advice(config: Config, found: Estimate) -> Iterator[str]:
+    """Yield a sentence on what would help each kind of rank that lacks memory, and an engine's KV cache."""
+    short = {rank for device in found.devices if device.lacks == "memory" for rank in device.ranks}
+    if TRAINER in short:
+        yield from _sentence("a trainer takes less with", _smaller_trainer(config, found))
+    if SEARCHER in short:
+        yield from _sentence("a searcher takes less with", _smaller_searcher(config, found))
+    if any(device.lacks == "KV cache" for device in found.devices):
+        yield from _sentence("a KV cache holds a sequence with", _larger_cache(config, found))
+
+
+def _sentence(start: str, choices: Choices) -> Iterator[str]:
+    *others, last = [text for condition, text in choices if condition] or [""]
+    if last:
+        yield f"{start} {', '.join(others)}{' or ' if others else ''}{last}"
+
+
+def _smaller_trainer(config: Config, found: Estimate) -> Choices:
+    train, items = config.train, found.items[TRAINER]
+    backward, alone = "activations" in items, config.launch.trainers == 1
+    searchers_fit = not any(device.problem for device in found.devices if SEARCHER in device.ranks)
+    return (
+        (backward and not train.gradient_checkpointing, "train.gradient_checkpointing=true"),
+        (
+            backward and found.micro_batch_tokens > config.model.context_length,
+            f"a smaller train.tokens_per_micro_batch (at least {config.model.context_length})",
+        ),
+        (train.zero_stage < 3, "train.zero_stage=3" + (" with several launch.trainers" if alone else "")),
+        (train.zero_stage == 3, "more launch.trainers"),
+        (searchers_fit and "reference, loaded when needed" in items, "train.reference.scored_by=searcher"),
+        (not train.offloads_optimizer, OFFLOAD),
+        (not config.model.lora, "model.lora"),
+    )
+
+
+def _smaller_searcher(config: Config, found: Estimate) -> Choices:
+    sized, spare = bool(config.generator.kv_cache_mb), found.cache_tokens > config.model.context_length
+    return (
+        ("reference" in found.items[SEARCHER], "train.reference.scored_by=trainer"),
+        (spare, LESS_CACHE[sized]),
+        (sized or not spare, MORE_GPUS),
+    )
+
+
+def _larger_cache(config: Config, found: Estimate) -> Choices:
+    sized = bool(config.generator.kv_cache_mb)
+    return (
+        (True, MORE_CACHE[sized]),
+        (not sized and "reference" in found.items[SEARCHER], "train.reference.scored_by=trainer beside it"),
+        (True, MORE_GPUS),
+        (True, "a smaller model.context_length"),
+    )
