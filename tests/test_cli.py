@@ -46,7 +46,7 @@ def test_prepare_sets_the_ranks_of_a_start_and_nothing_else(run: RunDir) -> None
     refused = tba("prepare", run.path, "--set", "train.prompts_per_step=4")
     assert refused.returncode == 2 and "may not change it to train.prompts_per_step=4" in refused.stderr
     uneven = tba("prepare", run.path, "--set", "launch.trainers=3")
-    assert uneven.returncode == 2 and "use a multiple of that" in uneven.stderr
+    assert uneven.returncode == 2 and "use a multiple of the second" in uneven.stderr
     assert run.config().launch.trainers == 2 and run.attempt.name == "attempt-001"
 
 
