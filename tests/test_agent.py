@@ -14,22 +14,23 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import cast, get_args
 
 import numpy as np
 import psutil
 import pytest
 from conversing import REWRITING, Stage, make_tokenizer
 
-from tba_hpc.config import ConfigError, TaskSection
-from tba_hpc.core.types import Completion, Prompt, Publication, Request, Sampling, WeightUpdate
+from tba_hpc.config import ConfigError, TaskSection, load_config
+from tba_hpc.core.types import Completion, Prompt, Publication, Request, Sampling, Split, WeightUpdate
 from tba_hpc.environments.agent import Agent
 from tba_hpc.environments.endpoint import LARGEST_BODY
 from tba_hpc.environments.protocol import ChatRequest, RefusedError
 from tba_hpc.run.listeners import owner
 from tba_hpc.tasks import load_task
 
-SMOLAGENTS = Path(__file__).parents[1] / ".cache/smolagents/bin/python"
+ROOT = Path(__file__).parents[1]
+SMOLAGENTS = ROOT / ".cache/smolagents/bin/python"
 
 needs_smolagents = pytest.mark.skipif(
     not SMOLAGENTS.is_file(),
@@ -148,13 +149,31 @@ def test_a_program_leads_a_conversation_token_by_token(stage: Callable[..., Stag
 
 
 def test_the_program_of_the_page_runs(stage: Callable[..., Stage]) -> None:
-    page = (Path(__file__).parents[1] / "docs/environments.md").read_text()
+    page = (ROOT / "docs/environments.md").read_text()
     code = page.partition("# my_agent.py\n")[2].partition("```")[0]
     made = stage(code, ["4", "5"], {"prompt": "What is 2 + 3?", "answer": "5"})
     (one,) = made.play().completions
     assert one.reward == 1.0
     assert [piece for mine, piece in made.pieces(one) if mine] == ["4<|im_end|>", "5<|im_end|>"]
     assert "No. Try again." in made.pieces(one)[1][1]
+
+
+def test_the_example_has_the_program_of_the_page_and_right_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its config makes a task that can start here."""
+    page = (ROOT / "docs/environments.md").read_text()
+    program = page.partition("# my_agent.py\n")[2].partition("```")[0].partition("\n\n")[2]
+    example = ROOT / "docs/examples/agent"
+    assert program and (example / "my_agent.py").read_text().endswith(f"\n\n{program}")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(example)
+    task = load_task(load_config(example / "agent.yaml").task, make_tokenizer("hermes"))
+    assert isinstance(task, Agent)
+    task.try_rewards()
+    splits = [task.prompts(split) for split in get_args(Split)]
+    assert sorted(map(len, splits)) == [8, 8, 48]
+    for row in (task.row(prompt) for prompts in splits for prompt in prompts):
+        terms = map(int, re.findall(r"\d+", str(row["prompt"])))
+        assert sum(terms) == int(str(row["answer"]))
 
 
 def test_a_program_calls_tools(stage: Callable[..., Stage]) -> None:

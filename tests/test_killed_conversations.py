@@ -28,7 +28,7 @@ from tba_hpc.environments.task import Environment
 from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import RunDir
 
-NTH = 300
+NTH = 100
 """From so many turns of their kind on, conversations of all places are open."""
 
 

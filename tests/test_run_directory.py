@@ -99,6 +99,7 @@ def test_a_resume_may_change_ranks_and_place_but_nothing_else(tmp_path: Path) ->
     moved_run = RunDir.open(moved / "run-seed0")
     moved_run.shard_folder(0).mkdir()
     moved_run.shard_file(0, 0).touch()
+    moved_run.metrics_file("trainer").write_text('{"step": 1}\n')
     other = config_in(
         moved,
         train={"prompts_per_step": 7, "steps": 7, "loss_normaliser": "batch_tokens", "weight_decay": 0.25},
@@ -156,8 +157,25 @@ def test_a_start_that_came_to_nothing_leaves_nothing_that_refuses_the_next(run: 
     (run.path / made).parent.mkdir(parents=True, exist_ok=True)
     (run.path / made).touch()
     for start in (RunDir.check, RunDir.create):
-        with pytest.raises(ConfigError, match=r"may not change it to train\.weight_decay=0\.5: resume with"):
+        with pytest.raises(ConfigError, match=r"may not change it to train\.weight_decay=0\.5: it has tak"):
             start(config_in(run.path.parent, train={"weight_decay": 0.5}))
+
+
+def test_a_run_without_a_step_is_to_be_removed_and_not_resumed_as_it_was(run: RunDir) -> None:
+    """Its config may be the mistake that kept it from learning."""
+    other = config_in(run.path.parent, task={"name": "mine:Task"})
+    metrics = run.metrics_file("trainer")
+    metrics.write_text('{"event": "started", "step": 0}\n{"event": "merged", "step": 0}\n{"ste')
+    with pytest.raises(ConfigError) as caught:
+        RunDir.check(other)
+    assert str(caught.value) == (
+        f"{run.path} holds a run with another config, and a resume may not change it to task.name=mine:Task: "
+        "it has taken no optimizer step, so unless it is at work or queued, remove the folder "
+        f"{run.path} (nothing was learned), or choose another run.name"
+    )
+    metrics.write_text('{"event": "started", "step": 0}\n{"step": 1, "train/loss": 0.5}\n')
+    with pytest.raises(ConfigError, match=r"task\.name=mine:Task: resume with task\.name="):
+        RunDir.check(other)
 
 
 def test_directories_of_others_are_refused(tmp_path: Path) -> None:

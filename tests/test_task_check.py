@@ -221,6 +221,39 @@ def test_control_tokens_in_rows_are_told_before_the_run(
     assert re.match(r"9 of 18 train prompts contain special tokens .*such as <pad> in 'abc \d'", warning)
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["python", "p.py"], ""),
+        (["pythn", "p.py"], "KEY begins with pythn, which is neither a program in PATH nor"),
+        (["p.py"], "KEY begins with .*/p.py, which is neither .* put the interpreter before it"),
+        (["python", "q.py"], "KEY: there is no file q.py beside the config: put it there"),
+    ],
+)
+@pytest.mark.parametrize("task", ["agent", "jsonl"])
+def test_a_program_that_cannot_start_is_refused_where_it_would_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, task: str, words: list[str], sentence: str
+) -> None:
+    """On a login node only a script that is missing: a word that is no file may be a program of the nodes."""
+    (folder / "p.py").write_text("print(1.0)")
+    (folder / "r.jsonl").write_text("".join(f'{{"prompt": "1+{number}"}}\n' for number in range(10)))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    tokenizer.save_pretrained(folder / "m")
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    options: dict[str, Any] = {"validation_prompts": 1}
+    reward: dict[str, Any] = {"reward": {"program": words}}
+    if task == "agent":
+        options, reward = {**options, "command": words}, {}
+    config = config_of(folder, name=task, train_file="r.jsonl", options=options, **reward)
+    sentence = sentence.replace("KEY", "task.options.command" if task == "agent" else "task.reward.program")
+    with pytest.raises(ConfigError, match=sentence) if sentence else nullcontext():
+        check(config, try_rewards=True)
+    with pytest.raises(ConfigError, match=sentence) if "no file" in sentence else nullcontext():
+        check(config)
+
+
 def test_the_doctor_looks_at_the_rows_of_a_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "r.jsonl").write_text('{"prompt": "Half \\ud83d"}\n')
     (folder / "r.py").write_text("def right(completion): return 1.0")

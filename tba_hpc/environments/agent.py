@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 import subprocess
 import threading
@@ -35,7 +36,7 @@ from tba_hpc.environments.conversations import Conversations, Episode, Reaction
 from tba_hpc.environments.protocol import Body, ChatMessage, ChatRequest, RefusedError, completion, message_of
 from tba_hpc.environments.task import Conversational, Count
 from tba_hpc.run.background import in_background
-from tba_hpc.tasks.program import Confined, Ended, ProgramError, find_word
+from tba_hpc.tasks.program import Confined, Ended, ProgramError, find_word, require_program
 from tba_hpc.tasks.rewards import Fields
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ SPARE_SECONDS = 5.0
 
 LIMIT = "the episode has reached the run's limit of tokens (generator.max_tokens) or turns (max_turns)"
 """Error for requests after a limit has been reached."""
+
+COMMAND = "task.options.command"
+"""Config key of the program, for errors."""
 
 Tools = list[dict[str, Any]]
 """Schemas of a request's tools."""
@@ -266,15 +270,22 @@ class Agent(Conversational):
         """
         self.own_reward = not reward
         self.command = " ".join(command)
-        self.words = [find_word("task.options.command", word) for word in command]
+        self.words = [find_word(COMMAND, word) for word in command]
         self.memory_mb = memory_mb
         super().__init__(tokenizer, reward=reward, max_turns=max_turns, **options)
+
+    def try_rewards(self, seconds: float = math.inf) -> None:
+        """Raise ConfigError if this machine cannot start the program; then try the rewards, as Jsonl does."""
+        require_program(COMMAND, self.words)
+        super().try_rewards(seconds)
 
     def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
         """Start the endpoint; return a generator of whole conversations.
 
-        generator: samples the model's turns. tokenizer: of the same model; it has the chat template.
+        generator: samples the model's turns. tokenizer: of the same model; it has the chat template. Raises
+        ConfigError if this machine cannot start the program.
         """
+        require_program(COMMAND, self.words)
         from tba_hpc.environments.endpoint import Endpoint  # its library may be missing on a login node
 
         self.endpoint = Endpoint()

@@ -24,7 +24,14 @@ from tba_hpc.config import (
 )
 from tba_hpc.core.types import Role
 from tba_hpc.core.wording import first_few
-from tba_hpc.run.files import DiskFullError, listing, make_folder, read_regular, write_atomic
+from tba_hpc.run.files import (
+    DiskFullError,
+    listing,
+    make_folder,
+    parse_json_lines,
+    read_regular,
+    write_atomic,
+)
 
 FORMAT = 4
 """Version of the format on disk: the names of files, events, metrics and fields of records."""
@@ -214,6 +221,13 @@ class RunDir:
             path for folder in made for path in folder.glob("**/[!.]*") if path.is_file()
         )
 
+    @property
+    def has_learned(self) -> bool:
+        """True if the trainer's metrics hold an optimizer step."""
+        file = self.metrics_file("trainer")
+        records = parse_json_lines(read_regular(file)) if file.exists() else []
+        return any("step" in record and "event" not in record for record in records)
+
     def _refuse_other_files(self) -> None:
         """Raise ConfigError if the directory holds more than what an interrupted creation may leave."""
         ours = (self.format_file, self.owners)
@@ -263,10 +277,15 @@ class RunDir:
         if fixed and not (but_nothing and self.came_to_nothing):
             now = [f"{key}={value_text(new)}" for key, (_, new) in fixed.items()]
             before = [f"{key}={value_text(was)}" for key, (was, _) in fixed.items()]
+            remedy = (
+                f"resume with {first_few(before, MOST_KEYS)}, or choose another run.name to start afresh"
+                if self.has_learned
+                else "it has taken no optimizer step, so unless it is at work or queued, remove the folder "
+                f"{self.path} (nothing was learned), or choose another run.name"
+            )
             raise ConfigError(
                 f"{self.path} holds a run with another config, and a resume may not change it to "
-                f"{first_few(now, MOST_KEYS)}: resume with {first_few(before, MOST_KEYS)}, or choose another "
-                "run.name to start afresh"
+                f"{first_few(now, MOST_KEYS)}: {remedy}"
             )
 
     def adapt(self, overrides: list[str]) -> None:

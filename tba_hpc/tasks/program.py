@@ -16,6 +16,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,6 +135,10 @@ class Program:
         self._section = section
         self._words = [find_word(f"{key}.program", word) for word in section.program]
         self._pool = ThreadPoolExecutor(section.concurrency, "program")
+
+    def require(self) -> None:
+        """Raise ConfigError if the program cannot be started on this machine; see ``require_program``."""
+        require_program(f"{self._key}.program", self._words)
 
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
         """Run the program for each (row, completion), and return the numbers that it writes.
@@ -256,6 +261,18 @@ def find_word(key: str, word: str) -> str:
     if found is None and Path(word).suffix == ".py" and not Path(word).is_absolute():
         raise ConfigError(f"{key}: there is no file {word} beside the config: put it there")
     return str(found or word)
+
+
+def require_program(key: str, words: Sequence[str]) -> None:
+    """Raise ConfigError if this machine has no executable of the name with which a command begins.
+
+    key: config key of the command, for errors. words: the command, as ``find_word`` resolves it.
+    """
+    if shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"{key} begins with {words[0]}, which is neither a program in PATH nor an executable file: "
+            "correct it, or put the interpreter before it, as in [python, my_program.py]"
+        )
 
 
 def _environment(folder: str) -> dict[str, str]:

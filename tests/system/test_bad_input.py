@@ -42,7 +42,7 @@ def test_a_run_directory_of_another_config_or_of_somebody_else(tmp_path: Path, m
     planned = tba("run", CONFIG, *common, "--dry-run")
     assert planned.returncode == 0 and "mpiexec" in planned.stdout
     assert tba("create", CONFIG, *common).stdout.strip() == str(folder)
-    (folder / "metrics" / "trainer.jsonl").touch()  # it came to something
+    (folder / "metrics" / "trainer.jsonl").write_text('{"step": 1}\n')  # it came to something
     for only in ((), ("--dry-run",)):
         changed = tba("run", CONFIG, *common, *settings(train__prompts_per_step=4, run__seed=0), *only)
         refused(changed, "a resume may not change it to train.prompts_per_step=4: resume with train.prom")
