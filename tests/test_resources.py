@@ -22,6 +22,7 @@ from tba_hpc.checks.resources import (
 )
 from tba_hpc.config import Config, load_config, parse_config
 from tba_hpc.core.types import Resource
+from tba_hpc.run.directory import RunDir
 
 MINE = """
 from tba_hpc import Resource
@@ -241,3 +242,11 @@ def test_a_beta_without_effect_is_told_unless_it_is_the_default(
         "train.beta is ignored with train.objective=dr_grpo, which has no KL term: leave it out, or use "
         "train.objective=grpo, in which it weighs the KL"
     ]
+
+
+def test_a_resume_is_not_told_of_keys_that_it_may_not_change(tmp_path: Path) -> None:
+    train = {"objective": "dr_grpo", "beta": 0.04}
+    config = parse_config({"model": {"path": "a"}, "run": {"root": str(tmp_path)}, "train": train})
+    assert [*check_unused(Facts(config=config))]
+    RunDir.create(config).metrics_file("trainer").write_text("")
+    assert not [*check_unused(Facts(config=config))]

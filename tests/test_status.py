@@ -286,8 +286,10 @@ def test_a_run_whose_launcher_was_killed_is_over_at_once(run: RunDir) -> None:
     claim.write_text(Owner.this(gone.pid).to_json())
     found = run_state(look(run))
     assert (found.state, found.over, found.command) == ("gone", True, f"tba run {run.path}")
-    words = f"killed at step 3, or its machine was lost; to resume from the last checkpoint: {found.command}"
-    assert found.words == words
+    killed = "killed at step 3, or its machine was lost"
+    assert found.words == f"{killed}; to start again from step 0: {found.command}"
+    write(run.metrics_file("trainer"), [{"time": time.time(), "event": "checkpoint", "step": 3}])
+    assert run_state(look(run)).words == f"{killed}; to resume from the last checkpoint: {found.command}"
     assert run_state(look(run, queue("RUNNING"))).state != "gone", "it has a job now"
 
 
@@ -572,3 +574,26 @@ def test_lines_that_are_no_events_are_passed_over(run: RunDir) -> None:
         write(run.events_file, [{"time": time.time(), "restarts": 0, "job": "", **line}])
     monitor = look(run, queue("RUNNING"))
     assert len(monitor.events) == 1 and run_state(monitor).state == "starting"
+
+
+def test_a_wait_for_space_that_is_over_is_given_no_end(run: RunDir) -> None:
+    for waited, words in ((0.5, "; the disk is full, and the run waits"), (1.2, "; the disk is full")):
+        begun = time.time() - waited * run.config().launch.disk_seconds
+        happen(run, begun, "start", attempt="attempt-001", trainers=1, searchers=2)
+        write(run.metrics_file("trainer"), [step(3, begun)])
+        monitor = look(run)
+        monitor.full = True
+        assert words in run_state(monitor).words
+        run.events_file.unlink()
+        run.metrics_file("trainer").unlink()
+    assert run_state(monitor).words.endswith(words)
+
+
+@pytest.mark.parametrize("job", ["", "50", "49_1"])
+def test_events_of_every_kind_of_job_are_read(run: RunDir, job: str) -> None:
+    now = time.time()
+    line = {"time": now, "restarts": 0, "job": job}
+    write(
+        run.events_file, [{**line, "event": "start", "attempt": "attempt-001"}, {**line, "event": "failed"}]
+    )
+    assert [event["event"] for event in look(run).events] == ["start", "failed"]

@@ -17,6 +17,7 @@ from tba_hpc.config import Config, ConfigError, TrainSection, dump_config, is_lo
 from tba_hpc.core.tuned import beyond_tuned
 from tba_hpc.core.wording import did_you_mean
 from tba_hpc.run import modules
+from tba_hpc.run.directory import RunDir
 from tba_hpc.run.notes import Exit
 
 MADE_BY = {
@@ -109,8 +110,8 @@ def check_rate(facts: Facts) -> Iterator[Finding]:
 
 def check_unused(facts: Facts) -> Iterator[Finding]:
     """Check that an on-policy run learns from all that it samples, and that a changed train.beta matters."""
-    if facts.config is None:
-        return
+    if facts.config is None or not RunDir(facts.config.run_dir.absolute()).came_to_nothing:
+        return  # a resume may change none of these keys
     train, sampled = facts.config.train, facts.config.generator.completions_per_prompt
     if facts.config.on_policy and sampled > train.completions_per_prompt:
         found = (

@@ -201,7 +201,7 @@ def constant_reward(view: View) -> Alert | None:
     if truncated and truncated > 0.99:  # some answers end by chance, even if the model cannot end them
         return _alert(
             found,
-            key="generator.max_tokens",
+            key="tba samples RUN",
             why="either answers need more tokens, or the model ends them with a token at which the engine "
             "does not stop",
             remedy="read some with tba samples; tba doctor --config RUN/config.yaml compares the chat "

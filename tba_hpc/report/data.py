@@ -7,6 +7,7 @@ has a digest beside it (``report.digest``), and only the lines after the digest 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -245,8 +246,8 @@ def _size(path: Path) -> ShardSize:
 def _is_event(line: Event) -> bool:
     """Return whether a line of events.jsonl has the fields of all events; others are ignored."""
     known = (("event", str), ("time", float | int), ("job", str), ("restarts", int))
-    job = str(line.get("job"))
-    return all(isinstance(line.get(name), kind) for name, kind in known) and (job.isdecimal() or not job)
+    is_job = re.fullmatch(r"(\d+(_\d+)?)?", str(line.get("job"))) is not None  # 49_1 in an array
+    return all(isinstance(line.get(name), kind) for name, kind in known) and is_job
 
 
 def read_evaluations(run: RunDir, known: dict[str, Evaluation] | None = None) -> dict[str, Evaluation]:

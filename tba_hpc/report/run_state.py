@@ -297,8 +297,7 @@ def _ended(monitor: RunMonitor, again: str) -> RunState | None:
                 "stopped", f"stopped at step {step}, its config changed: it will continue to step {end}"
             )
         case "aborted":
-            words = f"killed on request at step {step}; to resume from the last checkpoint: {again}"
-            return RunState("aborted", words)
+            return RunState("aborted", f"killed on request at step {step}; {_resumed_by(monitor, again)}")
         case "failed":
             count = failures_in_a_row(monitor.attempts)
             often = f" {count} times in a row" if count > 1 else ""
@@ -310,8 +309,14 @@ def _ended(monitor: RunMonitor, again: str) -> RunState | None:
 def _abandoned(monitor: RunMonitor, again: str) -> RunState | None:
     """Return the state of a run whose launcher is gone without a last event; None if it is not gone."""
     found = f"killed at step {monitor.step}, or its machine was lost"
-    words = f"{found}; to resume from the last checkpoint: {again}"
+    words = f"{found}; {_resumed_by(monitor, again)}"
     return RunState("gone", words) if monitor.abandoned else None
+
+
+def _resumed_by(monitor: RunMonitor, again: str) -> str:
+    """Return a clause on how the run goes on."""
+    saved = bool(monitor.trainer.checkpoint)
+    return f"{'to resume from the last checkpoint' if saved else 'to start again from step 0'}: {again}"
 
 
 def _at_work(monitor: RunMonitor) -> RunState:
@@ -390,7 +395,9 @@ def _no_space(monitor: RunMonitor) -> str:
     if (until := number(postponed, "until", 0.0)) > now:
         return f"{waits} {_clock(until)}"
     if monitor.full:
-        return f"{waits} about {_clock((monitor.newest or now) + monitor.config.launch.disk_seconds)}"
+        since = max(monitor.newest or 0.0, monitor._begun) or now
+        end = since + monitor.config.launch.disk_seconds
+        return f"{waits} about {_clock(end)}" if end > now else "the disk is full"
     return f"no space for the checkpoint of step {number(postponed, 'step', 0):.0f}" if postponed else ""
 
 

@@ -28,6 +28,7 @@ from tba_hpc.run.files import (
     DiskFullError,
     listing,
     make_folder,
+    open_regular,
     parse_json_lines,
     read_regular,
     write_atomic,
@@ -225,8 +226,11 @@ class RunDir:
     def has_learned(self) -> bool:
         """True if the trainer's metrics hold an optimizer step."""
         file = self.metrics_file("trainer")
-        records = parse_json_lines(read_regular(file)) if file.exists() else []
-        return any("step" in record and "event" not in record for record in records)
+        if not file.exists():
+            return False
+        with open_regular(file) as lines:  # one by one, since the file may be large
+            records = (record for line in lines for record in parse_json_lines(line))
+            return any("step" in record and "event" not in record for record in records)
 
     def _refuse_other_files(self) -> None:
         """Raise ConfigError if the directory holds more than what an interrupted creation may leave."""
