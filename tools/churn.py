@@ -47,7 +47,9 @@ from tba_hpc.run.owners import SILENT_OWNER_SECONDS
 FROZEN_SECONDS = SILENT_OWNER_SECONDS + 20
 """Time for which a searcher is frozen, s: its lease ends meanwhile, and another may take its slot."""
 
-BEGAN = re.compile(r"^\[(\S+ \S+) job (\w+) restart \d+\] search(?:ing for|er \d+ of .* again$)", re.M)
+BEGAN = re.compile(
+    r"^\[(\S+ \S+) job (\w+) restart \d+\] (?:starting elastic searchers|searcher \d+ of .* again$)", re.M
+)
 """Pattern of the log line with which an elastic job starts its searcher, on a new node or after a crash."""
 
 HOLD = "#!/bin/bash\nexec sleep 86400\n"
