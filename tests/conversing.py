@@ -5,14 +5,23 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 from tiny_models import SPECIAL
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tba_hpc.core.types import TOP_LOGPROBS, Completion, Group, Request, Sampling, WeightUpdate
+from tba_hpc.core.types import (
+    TOP_LOGPROBS,
+    Completion,
+    Group,
+    Publication,
+    Request,
+    Sampling,
+    WeightUpdate,
+)
 from tba_hpc.environments.task import Conversational
 from tba_hpc.learner.hf_model import HfTokenizer
 
@@ -226,6 +235,19 @@ class Stage:
         """Submit a request, and return its group."""
         self.submit(**request)
         return self.finish(1)[0]
+
+    def load(self, **publication: Any) -> None:
+        """Have new weights loaded, of which only the publication matters."""
+        self.generator.load(cast(WeightUpdate, SimpleNamespace(publication=Publication(**publication))))
+
+    def renew_weights_each_turn(self) -> None:
+        """Have the version of the weights grow by one before each turn."""
+
+        def play(prompt: np.ndarray) -> np.ndarray:
+            self.script.version += 1
+            return self._play(prompt)
+
+        self.script._play = play
 
     def finish(self, groups: int, seconds: float = 60) -> list[Group]:
         found: list[Group] = []

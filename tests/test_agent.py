@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast, get_args
 
 import numpy as np
@@ -22,7 +21,7 @@ import pytest
 from conversing import REWRITING, Stage, make_tokenizer
 
 from tba_hpc.config import ConfigError, TaskSection, load_config
-from tba_hpc.core.types import Completion, Prompt, Publication, Request, Sampling, Split, WeightUpdate
+from tba_hpc.core.types import Completion, Prompt, Request, Sampling, Split
 from tba_hpc.environments.agent import Agent
 from tba_hpc.environments.endpoint import LARGEST_BODY
 from tba_hpc.environments.protocol import ChatRequest, RefusedError
@@ -407,13 +406,7 @@ def test_limits_of_the_run_end_a_conversation(stage: Callable[..., Stage]) -> No
 
 def test_versions_are_of_the_first_and_the_last_turn(stage: Callable[..., Stage]) -> None:
     made = stage(f"{RAW}\nsay(user('Go.'), say(user('Go.')), user('?'))\nprint(1)", ["a"], {})
-    play = made.script._play
-
-    def play_and_learn(prompt: np.ndarray) -> np.ndarray:
-        made.script.version += 1
-        return play(prompt)
-
-    made.script._play = play_and_learn
+    made.renew_weights_each_turn()
     assert made.play().versions.tolist() == [[1, 2]]
 
 
@@ -478,7 +471,7 @@ def test_training_programs_end_with_the_last_weights(stage: Callable[..., Stage]
     made.submit(n=2)
     while not made.script.requests:
         made.generator.step()
-    made.generator.load(cast(WeightUpdate, SimpleNamespace(publication=Publication(version=1, final=True))))
+    made.load(version=1, final=True)
     while made.generator.in_flight:
         assert not made.generator.step()
     assert gone(made)

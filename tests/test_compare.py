@@ -68,7 +68,7 @@ def test_paths_are_shown_whole_and_without_parents(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The third path is the first one's; the terminal has no room for one in a line."""
-    folder = "/work/a-folder-with-a-long-name"
+    folder = "/projects/a-folder-with-a-long-name"
     paths = [f"{folder}/tba/../models/{name}" for name in ("base", "chat")] + [f"{folder}/models/base"]
     runs = [new_run(tmp_path / str(i), model={"path": path}).path for i, path in enumerate(paths)]
     (row,) = config_rows(compare(runs))

@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from transformers.utils import get_json_schema
 from tba_hpc.checks.config_checks import check_chat_template
 from tba_hpc.checks.facts import Facts
 from tba_hpc.config import ConfigError, TaskSection, parse_config
-from tba_hpc.core.types import Publication, Request, Sampling, WeightUpdate
+from tba_hpc.core.types import Request, Sampling
 from tba_hpc.environments import conversations
 from tba_hpc.environments.chat import Call, Chat, parse_calls
 from tba_hpc.environments.contract import Contract, Session
@@ -514,18 +513,8 @@ def test_a_game_answers_by_step_and_what_reset_says_is_part_of_the_prompt(
 def test_versions_are_of_the_first_and_the_last_turn(stage: Callable[..., Stage]) -> None:
     made = stage("Guess", ["a", "b"], {"secret": "b"})
     made.script.version = 3
-    play = made.script._play
-
-    def play_and_learn(prompt: np.ndarray) -> np.ndarray:
-        made.script.version += 1
-        return play(prompt)
-
-    made.script._play = play_and_learn
+    made.renew_weights_each_turn()
     assert made.play().versions.tolist() == [[4, 5]]
-
-
-def load(made: Stage, **publication: Any) -> None:
-    made.generator.load(cast(WeightUpdate, SimpleNamespace(publication=Publication(**publication))))
 
 
 def test_with_the_last_weights_training_episodes_are_left_and_evaluations_go_on(
@@ -534,7 +523,7 @@ def test_with_the_last_weights_training_episodes_are_left_and_evaluations_go_on(
     made = stage("Guess", ["a", "b"], {"secret": "b"})
     made.submit(n=3)
     made.generator.step()
-    load(made, version=7, final=True)
+    made.load(version=7, final=True)
     made.submit(n=2, split="test")
     assert [group.request.split for group in made.finish(1)] == ["test"]
     while made.generator.in_flight:
@@ -543,7 +532,7 @@ def test_with_the_last_weights_training_episodes_are_left_and_evaluations_go_on(
 
 def test_an_episode_without_turns_has_the_version_loaded_last(stage: Callable[..., Stage]) -> None:
     made = stage("Bad", ["So."], {"bad": "reset"})
-    load(made, version=7)
+    made.load(version=7)
     made.script.version = 6  # an engine that has not begun with them
     assert made.play().versions.tolist() == [[7, 7]]
 

@@ -59,7 +59,7 @@ def problem(name: str, found: str, remedy: str) -> Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmFacts:
-    """What a cluster's Slurm says about itself.
+    """Settings and partitions of a cluster, as its Slurm reports them.
 
     settings: values of ``scontrol show config`` by key. partitions: fields of each partition, by its name.
     mpi: values that ``srun --mpi`` accepts.
@@ -113,7 +113,7 @@ class SlurmFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known about a run and its machine or cluster.
+    """Facts about a run and its machine or cluster, from which checks draw their findings.
 
     None, or an empty value, means that a fact is unknown; checks then report nothing about it.
     """
@@ -125,7 +125,7 @@ class Facts:
     root: Path | None = None
     """Folder of runs."""
     shared: bool = False
-    """Whether other machines must see ``root``."""
+    """True if other machines must see ``root``."""
     model: str | None = None
     """Path or name of the policy."""
     slurm: SlurmFacts | None = None
@@ -135,7 +135,7 @@ class Facts:
     library: Library | None = None
     """MPI library that ranks load."""
     no_library: str = ""
-    """Why no MPI library can be loaded."""
+    """Reason why no MPI library can be loaded."""
     job: Mapping[str, str] = field(default_factory=dict)
     """Fields of a job that Slurm has accepted."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))

@@ -1,4 +1,4 @@
-"""What a user asks ``tba submit`` for, and the batch script that follows from it."""
+"""A request to ``tba submit``, and the batch script that follows from it."""
 
 from __future__ import annotations
 

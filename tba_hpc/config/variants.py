@@ -273,14 +273,14 @@ class EqualDuplicates(Section):
 
 class EditDuplicates(Section):
     name: Literal["edits"] = "edits"
-    """Of completions within a small edit distance, keep only the one with the highest reward."""
+    """Keep only the completion with the highest reward among those within a small edit distance."""
     limit: float = Field(0.25, gt=0, le=0.5)
     """Edit distance, as a share of the sum of both lengths, below which two completions are duplicates."""
 
 
 class EmbeddingDuplicates(Section):
     name: Literal["embeddings"] = "embeddings"
-    """Of completions with similar embeddings, keep only the one with the highest reward."""
+    """Keep only the completion with the highest reward among those with similar embeddings."""
     limit: float = Field(0.4, ge=0, lt=1)
     """Cosine similarity of the embeddings above which two completions are duplicates."""
     model: UserPath = "sentence-transformers/all-MiniLM-L6-v2"

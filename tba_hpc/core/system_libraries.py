@@ -18,7 +18,7 @@ REMEDIES = {
     "export LD_LIBRARY_PATH=~/libnuma/usr/lib/x86_64-linux-gnu",
     COMPILER: "apt-get install gcc libc6-dev, dnf install gcc, or set CC=/path/to/gcc",
 }
-"""What installs a missing library or program, by its name in error messages."""
+"""Commands that install a missing library or program, by its name in error messages."""
 
 
 def missing_library() -> str | None:

@@ -25,7 +25,7 @@ from tba_hpc.core.types import Completion, Prompt, Split
 log = logging.getLogger(__name__)
 
 TOLD_EVERY = 100
-"""Of failures for the same reason the first is logged, and after that one in this many."""
+"""Number of failures for one reason of which one is logged, after the first."""
 
 MOST_REASONS = 100
 """Number of reasons that are told apart; any others are counted as one."""

@@ -671,7 +671,7 @@ class WeightLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """What the trainer tells searchers along with published weights.
+    """Message of the trainer to all searchers, which goes with published weights.
 
     version: number of optimizer steps that made the weights. published: time of publication, unix seconds.
     evaluate: split to evaluate with exactly these weights; None: no evaluation. reference: step of the policy

@@ -63,8 +63,8 @@ TRIES = 4
 """Number of times that a request gets NaN log-probabilities before the searcher gives up."""
 
 FEWER_GRAPHS = {"NONE": "", "PIECEWISE": "NONE"}
-"""For a cudagraph_mode of vLLM that gave NaN log-probabilities, the mode to try next; empty: none is left.
-Any mode that is not listed is followed by PIECEWISE, which computes attention without CUDA graphs."""
+"""Mode to try next, by the cudagraph_mode of vLLM that gave NaN log-probabilities; empty: none is left. Any
+mode that is not listed is followed by PIECEWISE, which computes attention without CUDA graphs."""
 
 FAILED, EXITED = "failed", "ended with exit status"
 """First words of ``EngineProcess.failure`` for an engine that ended by itself: after an exception that it

@@ -18,7 +18,7 @@ from tba_hpc.run.directory import RunDir
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What to evaluate: ``config.model`` on ``config.task``. reference: path of the reference, or None."""
+    """Model and task to evaluate, those of ``config``. reference: path of the reference policy, or None."""
 
     config: Config
     reference: str | None

@@ -247,7 +247,7 @@ class Ranks:
     failed: Child | None = None
     """Process whose failure has ended the run."""
     stopping: bool = False
-    """Whether the ranks have been asked to stop."""
+    """True once the ranks have been asked to stop."""
     _left: float | None = None
 
     def __enter__(self) -> Ranks:

@@ -124,10 +124,10 @@ class Site(Section):
     """Seconds before the end of the wall time at which the run is asked to checkpoint. The last 30 s are
     reserved for the requeue. Slurm may ask up to 60 s earlier."""
     requeue: bool = True
-    """Whether jobs may requeue themselves. If false, submit the run again to resume it."""
+    """Let jobs requeue themselves. If false, submit the run again to resume it."""
     hetjob: bool = True
-    """Whether to use heterogeneous jobs, with separate nodes for each role. If false, one allocation holds
-    both roles."""
+    """Use heterogeneous jobs, with separate nodes for each role. If false, one allocation holds both
+    roles."""
     mpi: str | None = Field("pmix", pattern=r"^\w+$", examples=["pmix", "pmi2"])
     """Plugin with which srun starts MPI (``srun --mpi``): pmix (or pmix_v5, pspmix) for Open MPI, pmi2 for
     MPICH, cray_shasta for Cray MPICH. null: the cluster's default."""

@@ -1,4 +1,4 @@
-"""What a process needs to run as a rank: its placement, log, GPUs and stop flag, and notes about errors.
+"""Placement, log, GPUs, stop flag and notes about errors of a process that runs as a rank.
 
 A note is a file with one sentence, from which the launcher learns why a rank has ended (``run/notes.py``).
 """

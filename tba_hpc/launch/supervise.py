@@ -56,19 +56,19 @@ class JobState:
     failures: int = 0
     """Failures in a row before that."""
     stop: bool = False
-    """Whether the job was asked to stop."""
+    """True if the job was asked to stop."""
     ending: bool = False
-    """Whether Slurm is ending the job."""
+    """True if Slurm is ending the job."""
     relaunches: int = 3
     """Restarts in a row without a sealed shard after which the job gives up."""
     chained: bool = False
-    """Whether the job follows another job of a chain."""
+    """True if the job follows another job of a chain."""
     save_seconds: int = 0
     """Time that the ranks get for a checkpoint once they are asked to stop, s."""
     requeue: str = "yes"
-    """Whether the job may requeue itself: "yes" or "no"."""
+    """Permission of the job to requeue itself: "yes" or "no"."""
     het: bool = False
-    """Whether this is a het job, in which each component has one role."""
+    """True for a het job, in which each component has one role."""
     nodes: int = 0
     """Number of nodes that the job requested."""
     hosts: list[str] = field(default_factory=list)
@@ -81,7 +81,7 @@ class JobState:
     ascending: list[str] = field(default_factory=list)
     """All hosts of a het job in Slurm's order of names."""
     last_look: bool = False
-    """Whether the nodes have been checked for the second and last time."""
+    """True if the nodes have been checked for the second and last time."""
     array_job: str = ""
     """Id of a job of elastic searchers within its array."""
     trainers: int = 0

@@ -1,4 +1,4 @@
-"""In-memory copies of a trainer rank's part of a checkpoint, which are written while training goes on."""
+"""Copies in memory of a trainer rank's part of a checkpoint, which are written while training goes on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEMORY_SHARE = 0.5
 
 
 class Snapshot:
-    """In-memory copies of one rank's checkpoint files. A file that does not fit is written at once instead.
+    """Copies in memory of one rank's checkpoint files. A file that does not fit is written at once instead.
 
     local_ranks: number of trainer ranks on this machine, all of which make copies. gpu: whether the state is
     on a GPU; copies are then in page-locked memory.

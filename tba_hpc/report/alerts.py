@@ -50,7 +50,7 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a rule looks at. evaluations: the complete ones, of both splits, in any order."""
+    """Data that a rule looks at. evaluations: the complete ones, of both splits, in any order."""
 
     trends: Trends
     config: Config

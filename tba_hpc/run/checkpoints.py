@@ -174,7 +174,7 @@ class Checkpoints:
 
 @contextmanager
 def _or_nothing(run: RunDir) -> Iterator[None]:
-    """If the disk is full within the block, remove the unfinished checkpoint and raise DiskFullError."""
+    """Remove the unfinished checkpoint, and raise DiskFullError, if the disk is full within the block."""
     try:
         yield
     except OSError as error:

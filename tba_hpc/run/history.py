@@ -60,7 +60,7 @@ class Merge:
 
 @dataclass(slots=True)
 class History:
-    """What the trainer has done, as far as no resume from an earlier checkpoint has undone it.
+    """Work of the trainer, as far as no resume from an earlier checkpoint has undone it.
 
     merges: merges, in order. steps: records of optimizer steps, in order. evictions: trajectories evicted
     outside of merges (stale, of an old reference, or used up), by the buffer's revision. starts: how often a

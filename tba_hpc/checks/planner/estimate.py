@@ -19,7 +19,7 @@ TRAINER, SEARCHER = "trainer", "searcher"
 """Names of ranks in an estimate."""
 
 Lack = Literal["memory", "KV cache", ""]
-"""What ranks have too little of; "" for nothing."""
+"""Resource of which ranks have too little; "" for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

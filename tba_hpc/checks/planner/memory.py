@@ -47,7 +47,7 @@ Items = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What the memory of the ranks depends on: models, and lengths of prompts and completions.
+    """Sizes on which the memory of the ranks depends: of models, prompts and completions.
 
     adapter: number of weights of the LoRA adapter, 0 for none. readers: models that read whole texts, by the
     task option that names them (READERS). victim: model that the red-teaming task attacks, or None. embedder:
