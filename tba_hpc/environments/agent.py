@@ -239,8 +239,7 @@ class Programs(Conversations):
         super()._leave(episode)
 
     def _fail(self, episode: Episode, error: BaseException) -> None:
-        if not self._comes_too_late(episode):  # else ``_leave`` ends it
-            in_background(episode.session.end)
+        in_background(episode.session.end)
         own = isinstance(error, ProgramError | TimeoutError | ValueError)  # needs no traceback
         super()._fail(episode, error.with_traceback(None) if own else error)
 

@@ -320,7 +320,7 @@ class Conversations:
         if isinstance(error, ConfigError):
             raise error
         if self._comes_too_late(episode):
-            self._leave(episode)
+            self._open -= 1
             return
         prompt = f"{episode.group.request.split} prompt {episode.prompt.id}"
         self._failures.note(f"the {self.partner} of {prompt} failed in turn {episode.turns}", error)

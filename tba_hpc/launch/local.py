@@ -35,9 +35,10 @@ from tba_hpc.core.wording import first_words, without_fail
 from tba_hpc.launch import LaunchError, mpi_library
 from tba_hpc.report.status import LiveDisplay
 from tba_hpc.report.tables import Terminal
+from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.events import log_event
-from tba_hpc.run.files import FULL_BYTES, read_regular
+from tba_hpc.run.files import is_full, read_regular
 from tba_hpc.run.listeners import calls, deafen, listeners
 from tba_hpc.run.metrics import MetricsTail, number
 from tba_hpc.run.notes import Exit, at_work, first_note, log_file, rank_name
@@ -439,7 +440,8 @@ def _attempt(
     if asked.kill:
         log_event(run, "aborted")
         again = shlex.join(["tba", "run", str(run.path)])
-        _say(console, f"killed; to resume from the last checkpoint: {again}")
+        how = "resume from the last checkpoint" if latest_checkpoint(run) else "start again from step 0"
+        _say(console, f"killed; to {how}: {again}")
         return code
     if asked.stop and not at_work(logs):
         _say(console, "stopped before all ranks had started: nothing was trained, nothing is lost")
@@ -541,12 +543,12 @@ def _watch(run: RunDir, world: Ranks, asked: Signals, display: LiveDisplay) -> i
 
 def refusal(logs: Path) -> str | None:
     """Return a sentence about a failure that only the user can fix, or None. logs: folder of the attempt."""
-    free = shutil.disk_usage(logs).free
-    full = (  # on a full disk no rank can write a note
-        f"the file system of {logs} is full ({free} bytes free): free space or raise the quota, then start "
-        "the same run again; nothing sealed is lost"
+    if (refused := first_note(logs, "refused")) or not is_full(logs):
+        return refused
+    return (  # on a full disk no rank can write a note
+        f"the file system of {logs} is full: free space or raise the quota, then start the same run again; "
+        "nothing sealed is lost"
     )
-    return first_note(logs, "refused") or (full if free < FULL_BYTES else None)
 
 
 def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:

@@ -18,10 +18,10 @@ import psutil
 from tba_hpc.core.wording import count
 from tba_hpc.launch import LaunchError
 from tba_hpc.report.run_state import RunMonitor, run_state
+from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event, read_events
 from tba_hpc.run.files import write_atomic
-from tba_hpc.run.inventory import COMPLETE
 from tba_hpc.run.owners import Owner, holders, keeps_open, owner_at_work
 from tba_hpc.run.slurm_queue import JOB_CHECK_SECONDS, NO_ANSWER, ActiveJob, active, ask, job_states, jobs_of
 
@@ -64,10 +64,8 @@ def cancel(run: RunDir) -> str:
             _refuse_stranger(run, owner)
             _end(run, owner)
             said = f"{owner} is ended"
-    saved = any(run.checkpoints.glob(f"*/{COMPLETE}"))
-    resumes = (
-        "resumes from its last checkpoint" if saved else "starts from step 0, as it has no checkpoint yet"
-    )
+    saved, none = latest_checkpoint(run), "starts from step 0, as it has no checkpoint yet"
+    resumes = "resumes from its last checkpoint" if saved else none
     return f"{said}; nothing sealed is lost, and it {resumes}: {_again(run)}{_staying(run)}"
 
 

@@ -6,7 +6,6 @@ This is cheap enough to be asked every second.
 from __future__ import annotations
 
 import shlex
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from tba_hpc.report.attempts import Attempt, failures_in_a_row
 from tba_hpc.report.data import RunData, series
 from tba_hpc.report.digest import SearcherDigest
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.files import FULL_BYTES
+from tba_hpc.run.files import is_full
 from tba_hpc.run.metrics import number, record_seconds
 from tba_hpc.run.notes import rank_name
 from tba_hpc.run.owners import Owner, holders, is_abandoned
@@ -67,8 +66,7 @@ class RunMonitor(RunData):
             self.abandoned = not self.job and is_abandoned(self.run)
             self._asked = time.monotonic()  # after the answer, which may take long
         super().update()
-        disk = shutil.disk_usage(self.run.path)
-        self.full = disk.free < FULL_BYTES and disk.total > 0  # some file systems do not tell: 0 of 0 bytes
+        self.full = is_full(self.run.path)
 
     def _find_elastic(self) -> dict[int, Owner]:
         names = {rank_name("searcher", index): index for index in self.config.launch.elastic_searchers}

@@ -40,6 +40,12 @@ class DiskFullError(OSError, ValueError):
     """Error for a file that cannot be written for lack of space. No part of it is left under its name."""
 
 
+def is_full(folder: Path) -> bool:
+    """Return whether the file system of a folder is full; False if it does not tell, as 0 of 0 bytes."""
+    disk = shutil.disk_usage(folder)
+    return disk.free < FULL_BYTES and disk.total > 0
+
+
 def is_disk_full(error: BaseException | None) -> bool:
     """Return whether an error, or one in its chain of causes, means that a disk or quota is full."""
     while error is not None:
