@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -163,9 +162,9 @@ def _rounded(tokens: int) -> str:
 def _score_tile(data: RunData, summary: Summary) -> Tile:
     before, after, gain, verdict = summary.score_before, summary.score_after, "", ""
     if before and after:
-        by = after.value - before.value
+        by = round(after.value - before.value, 3)
         gain = f"{by:+.3f}" if data.graded else f"{100 * by:+.1f} points"
-        verdict = "" if not re.search("[1-9]", gain) else "good" if by > 0 else "bad"
+        verdict = "good" if by > 0 else "bad" if by < 0 else ""
         gain += f"; after: {data.show(after.low)} … {data.show(after.high)} (95 % interval)"
     if ended := right_and_ended(summary):
         gain = "; ".join(filter(None, [gain, f"{RIGHT_AND_ENDED}: {ended}"]))
