@@ -257,6 +257,15 @@ class Stage:
             found += self.generator.step()
         return found
 
+    def drain(self, seconds: float = 60) -> list[Group]:
+        """Step until nothing is in flight, and return the groups that end meanwhile."""
+        found: list[Group] = []
+        deadline = time.monotonic() + seconds
+        while self.generator.in_flight:
+            assert time.monotonic() < deadline, "the conversations do not end"
+            found += self.generator.step()
+        return found
+
     def pieces(self, completion: Completion) -> list[tuple[bool, str]]:
         """Parts of the completion in order: whether the policy said a part, and its text."""
         breaks = np.flatnonzero(np.diff(completion.action_T)) + 1

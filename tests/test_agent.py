@@ -147,9 +147,9 @@ def test_a_program_leads_a_conversation_token_by_token(stage: Callable[..., Stag
     assert made.task.rewards(group.request.prompt, group.completions) == [11.0, 11.0]
 
 
-def test_the_program_of_the_page_runs(stage: Callable[..., Stage]) -> None:
-    page = (ROOT / "docs/environments.md").read_text()
-    code = page.partition("# my_agent.py\n")[2].partition("```")[0]
+@pytest.mark.parametrize("file", ["docs/environments.md", "docs/examples/agent/my_agent.py"])
+def test_the_program_of_the_page_runs(stage: Callable[..., Stage], file: str) -> None:
+    code = (ROOT / file).read_text().rpartition("# my_agent.py\n")[2].partition("```")[0]
     made = stage(code, ["4", "5"], {"prompt": "What is 2 + 3?", "answer": "5"})
     (one,) = made.play().completions
     assert one.reward == 1.0
@@ -472,8 +472,7 @@ def test_training_programs_end_with_the_last_weights(stage: Callable[..., Stage]
     while not made.script.requests:
         made.generator.step()
     made.load(version=1, final=True)
-    while made.generator.in_flight:
-        assert not made.generator.step()
+    assert made.drain() == []
     assert gone(made)
 
 

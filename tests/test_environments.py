@@ -518,16 +518,28 @@ def test_versions_are_of_the_first_and_the_last_turn(stage: Callable[..., Stage]
 
 
 def test_with_the_last_weights_training_episodes_are_left_and_evaluations_go_on(
-    stage: Callable[..., Stage],
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = stage("Guess", ["a", "b"], {"secret": "b"})
+    acts: list[str] = []
+    act = Session.act
+
+    def noted(session: Session, text: str, *more: Any) -> Any:
+        acts.append(text)
+        return act(session, text, *more)
+
+    monkeypatch.setattr(Session, "act", noted)
     made.submit(n=3)
-    made.generator.step()
+    while not made.script.requests:
+        made.generator.step()
+    made.submit(n=3)
     made.load(version=7, final=True)
+    asked = len(made.script.requests)
     made.submit(n=2, split="test")
     assert [group.request.split for group in made.finish(1)] == ["test"]
-    while made.generator.in_flight:
-        assert not made.generator.step(), "nothing more is learned from"
+    assert made.drain() == [], "nothing more is learned from"
+    assert {request.split for request in made.script.requests[asked:]} == {"test"}
+    assert len(acts) == 2 * 2, "two turns of each evaluated episode"
 
 
 def test_an_episode_without_turns_has_the_version_loaded_last(stage: Callable[..., Stage]) -> None:

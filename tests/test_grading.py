@@ -49,7 +49,7 @@ BLANKS = ("\u2009", "\u202f", "\u00a0", "\u2007", " ", r"\,", r"\ ")
 @pytest.mark.parametrize("mark", [*BLANKS, ",", "{,}", "'", "’", "_", r"\_", "."])
 def test_thousands_may_be_separated_in_many_ways(grades: Equivalence, mark: str) -> None:
     assert grades(f"1{mark}000{mark}000", "1000000")
-    assert not grades(f"1{mark}000{mark}00", "1000000")
+    assert not grades(f"1{mark}000{mark}00", "100000")
     assert final_number(f"#### 1{mark}000{mark}000") == Decimal(1000000)
 
 

@@ -350,6 +350,17 @@ def test_advice_omits_what_the_config_does_and_leads_to_a_run_that_fits() -> Non
         "generator.gpu_memory_utilization",
     ]
     assert _advice("train.reference.scored_by=trainer", "train.tokens_per_micro_batch=3072", OFFLOAD) == []
+    assert _advice("train.reference.scored_by=trainer", "train.tokens_per_micro_batch=3072") == [
+        f"a trainer takes less with more launch.trainers, train.reference.scored_by=searcher, {OFFLOAD} or "
+        "model.lora"
+    ]
+    assert _advice("train.tokens_per_micro_batch=3072", OFFLOAD, "launch.trainers=1")[0] == (
+        "a trainer takes less with more launch.trainers or model.lora"
+    )
+    assert _advice("generator.gpu_memory_utilization=0.99", "train.reference.scored_by=trainer")[1] == (
+        "a searcher takes less with a smaller generator.gpu_memory_utilization"
+    )
+    assert "model.lora" not in _advice("model.lora={rank: 16}", gpu="l4-24")[0]
     less = ("train.zero_stage=2", "train.gradient_checkpointing=false", "launch.trainers=1", OFFLOAD)
     assert _advice(*less)[0] == (
         "a trainer takes less with train.gradient_checkpointing=true, a smaller "
@@ -369,6 +380,10 @@ def test_advice_never_shrinks_a_cache_that_is_too_small() -> None:
         "a KV cache holds a sequence with a larger generator.kv_cache_mb, more GPUs for an engine "
         "(generator.tensor_parallel) or a smaller model.context_length"
     ]
+    assert _advice("generator.kv_cache_mb=160", gpu="l4-24")[1] == (
+        "a searcher takes less with train.reference.scored_by=trainer or more GPUs for an engine "
+        "(generator.tensor_parallel)"
+    )
     assert _advice("generator.tensor_parallel=8", gpu="h200-141") == [], "no key but the one in the problem"
 
 

@@ -214,6 +214,9 @@ def test_a_lack_of_space_is_said_with_the_end_of_the_wait_until_a_checkpoint_is_
     assert f"waits for space until {clock} · step 4/10" in plain_line(look(run))
     write(run.metrics_file("trainer"), [{"time": time.time(), "event": "checkpoint", "step": 4}])
     assert run_state(look(run)).words == "training"
+    write(run.metrics_file("trainer"), [{**left_out, "time": time.time()}])
+    happen(run, time.time() + 1, "start", attempt="attempt-002", trainers=1, searchers=2)
+    assert "space" not in run_state(look(run)).words, "that was the attempt before"
 
 
 # --- What is folded from growing files ---

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tba_hpc.config import parse_config
 from tba_hpc.core.wording import count, printable, without_fail
-from tba_hpc.report.tables import Indented, Terminal, print_rows, print_values
+from tba_hpc.report.tables import Indented, Terminal, print_lines, print_rows, print_values
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.notes import Exit
 
@@ -57,6 +57,8 @@ def test_only_a_terminal_breaks_lines(
     terminal.print(Indented(Text("a short text of eight words in lines"), 4))
     assert isinstance(terminal.file, io.StringIO)
     assert terminal.file.getvalue() == "    a short text of \n    eight words in \n    lines\n"
+    print_lines([("report", path)], terminal)
+    assert terminal.file.getvalue().endswith(f"\nreport       {path}\n"), "a path to copy"
 
 
 def test_a_terminal_still_has_its_own_colours() -> None:
