@@ -449,6 +449,10 @@ def test_a_refusal_is_only_raised_and_not_printed(
     with pytest.raises(slurm.SubmitError, match=r"^Slurm refused the job: Invalid qos specification; change"):
         slurm.send(RunDir(tmp_path), "#!/bin/sh\n")
     assert capfd.readouterr().err == ""
+    with pytest.raises(slurm.SubmitError, match="site key qos"):
+        slurm.refuse_impossible("#!/bin/sh\n")
+    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: Job violates accounting/QOS policy' >&2; exit 1\n")
+    slurm.refuse_impossible("#!/bin/sh\n")  # it may fit later
 
 
 # --- A machine ---

@@ -42,7 +42,14 @@ REMEDIES = {
 }
 """Site key to change, by words in Slurm's error message. The first match counts."""
 
-NEVER = ("node configuration", "invalid partition")
+NEVER = (
+    "node configuration",
+    "invalid partition",
+    "invalid account",
+    "invalid qos",
+    "invalid feature",
+    "memory specification",
+)
 """Words in Slurm's error message for a request that will fail again, however long the user waits."""
 
 YOURS = {
@@ -152,7 +159,7 @@ def would_take(script: str) -> str:
 
 
 def refuse_impossible(script: str) -> None:
-    """Raise SubmitError if the script requests nodes, or names a partition, that the cluster does not have.
+    """Raise SubmitError if the script requests what the cluster, or this user's account, does not have.
 
     Slurm would keep a het job with such nodes in the queue for ever. Other reasons for a refusal are ignored,
     since they may pass, such as a limit that the user's other jobs have reached.

@@ -221,6 +221,8 @@ def test_a_refusal_is_slurms_own_message_and_the_site_key(
     cluster: Cluster, tmp_path: Path, keys: dict[str, str], said: str, remedy: str
 ) -> None:
     run, script = _run(tmp_path, _site(**keys))
+    with pytest.raises(slurm.SubmitError):
+        slurm.refuse_impossible(script)
     with pytest.raises(slurm.SubmitError) as refused:
         slurm.submit(run, script)
     assert said in str(refused.value)
