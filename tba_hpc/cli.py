@@ -534,7 +534,7 @@ def evaluate(
     show: Annotated[int, typer.Option(min=0, help="Print the answers to the first N prompts.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Score a model on a task, with confidence intervals, and its perplexity under the reference."""
+    """Measure a model's score, with confidence intervals, and its answers' perplexity under the reference."""
     from tba_hpc.evaluate import find_target, measure, print_result
 
     target = find_target(what, config=config, task=task, overrides=overrides or [], reference=reference)
@@ -546,7 +546,7 @@ def evaluate(
 def ask(
     what: Subject,
     question: Annotated[
-        str, typer.Argument(metavar="QUESTION", help="A question, which is formatted as the run's task does.")
+        str, typer.Argument(metavar="QUESTION", help="A question; it is formatted like the task's prompts.")
     ],
     config: TaskConfig = None,
     overrides: Overrides = None,

@@ -314,8 +314,8 @@ def _stay(parts: SearchParts, slot: Slot) -> None:
 class SearchParts:
     """Parts of a searcher that do not depend on its exchange.
 
-    reference: model that gives log π_ref; None if searchers hold none. underway: file that names the call of
-    the task's code that is being made. decode: function that turns tokens into text, for kept answers.
+    reference: model that gives log π_ref; None if searchers hold none. underway: file that says which call of
+    the task's code is in progress. decode: function that turns tokens into text, for kept answers.
     """
 
     run: RunDir

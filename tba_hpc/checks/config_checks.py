@@ -89,7 +89,7 @@ def _engine_arguments() -> list[str]:
 def check_resources(facts: Facts) -> Iterator[Finding]:
     """Check that ranks will find the config's models and data.
 
-    In a container, other folders may be visible, so that the finding is only a warning.
+    In a container, ranks may see other folders. The finding is then only a warning.
     """
     if facts.config is None:
         return

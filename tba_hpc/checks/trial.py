@@ -154,7 +154,10 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
 
 
 def _of_nodes(left: dict[str, list[Finding]]) -> list[Finding]:
-    """Join equal findings of nodes, and leave out those with level "ok", except on GPUs and the network."""
+    """Join the equal findings of several nodes into one that names these nodes.
+
+    left: findings by host. Those with level "ok" are dropped, unless they are about GPUs or the network.
+    """
     hosts: dict[Finding, list[str]] = {}
     for host, findings in left.items():
         for finding in findings:

@@ -95,9 +95,10 @@ def submit(submissions: Sequence[Submission], *, wait: bool, as_json: bool) -> b
 
 
 def _check(submission: Submission, found: dict[Path, list[Finding]]) -> Ready:
-    """Check a submission, and return it with all that follows from it. Raises ConfigError.
+    """Check a submission, and return it with its site, config, plan and warnings. Raises ConfigError.
 
-    found: warnings by config file, to which this adds. Several seeds of a config need only one check.
+    found: warnings about configs, by config file. If this submission's file is not among them, its warnings
+    are added. They are thus found once for all seeds of a config.
     """
     site = submission.load_site()
     config, split = submission.resolve(site)

@@ -17,7 +17,7 @@ _NUMBER = "!number"
 """Our YAML tag for numbers that PyYAML would read as strings."""
 
 _WRITTEN = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
-"""Pattern of numbers with an exponent, ``1e-2`` or ``1e5``; most of them PyYAML would read as strings."""
+"""Pattern of numbers with an exponent, ``1e-2`` or ``1e5``. PyYAML would read most of them as strings."""
 
 _OTHER_BASE = re.compile(r"[-+]?(?:0[\d_]+$|[\d_]+:)")
 """Pattern of how a number begins that YAML 1.1 reads in base 8 or 60."""

@@ -72,7 +72,7 @@ class NotifySection(Section):
     healthchecks.io. The run sends GET requests there while it works. When they stop, the service raises an
     alarm."""
     heartbeat_seconds: MayChange[float] = Field(60.0, ge=15)
-    """Pause between two of these requests, s."""
+    """Pause between two heartbeat requests, s."""
 
     @property
     def wanted(self) -> bool:

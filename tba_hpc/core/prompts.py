@@ -38,7 +38,10 @@ class CompletedRequests:
         return made
 
     def to_array(self) -> np.ndarray:
-        """Copy the bitmap, uint8."""
+        """Return a copy of the bitmap, uint8, one bit per request id, in the order of ``np.packbits``.
+
+        Zero bytes at its end are left out.
+        """
         return np.trim_zeros(self._done, "b").copy()
 
     def add(self, request_ids: np.ndarray | int) -> None:
@@ -98,7 +101,7 @@ class Progress:
 
 
 class PromptOrder:
-    """Order in which requests ask the prompts: in each epoch a new permutation, drawn from (seed, epoch)."""
+    """Order in which requests take prompts: a new permutation in each epoch, drawn from (seed, epoch)."""
 
     def __init__(self, seed: int, n_prompts: int) -> None:
         self._seed = seed

@@ -564,10 +564,11 @@ def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndar
 
     record_N: RECORD [N]. length_N: int64, number of sampled tokens of each completion.
 
-    A token's version is interpolated linearly between those of the first and the last token. That is exact if
-    the weights never changed, or at even intervals. In a trajectory with further sequences, whose turns may
-    have alternated, an age may be wrong by up to the difference of the two versions. An age is negative if a
-    resume has undone the steps that made the weights.
+    A record holds the versions of a completion's first and last token. Those of the tokens between them are
+    interpolated linearly. That is exact if the weights did not change, or changed at even intervals. In a
+    trajectory with further sequences, tokens may be stored in another order than they were sampled. An age
+    may then be wrong by up to the difference of the two versions. An age is negative if a resume has undone
+    the steps that made the weights.
     """
     oldest_N, newest_N = step - record_N["version_oldest"], step - record_N["version_newest"]
     place_T = np.arange(length_N.sum()) - np.repeat(offsets_of(length_N)[:-1], length_N)

@@ -167,7 +167,8 @@ class Conversations:
     def in_flight(self) -> int:
         """Number of turns in the engine, but at least half the number of open episodes.
 
-        New episodes can thus begin while environments work, up to twice as many as the engine decodes.
+        A caller begins new episodes while this is below the number that the engine decodes at a time. Up to
+        twice that number can thus be open while environments work.
         """
         return max(self._generator.in_flight, -(-self._open // 2))
 

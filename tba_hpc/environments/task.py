@@ -50,11 +50,12 @@ class Conversational(Jsonl):
         chat: Literal[True] = True,
         **options: Any,
     ) -> None:
-        """Make a task from the config's options; for the others see Jsonl. Raises ConfigError.
+        """Make a task from the config's options. Raises ConfigError.
 
-        max_turns: number of the model's turns at which an episode ends. step_seconds: time limit of the
-        partner's part of a turn, s. concurrency: number of a searcher's partners that may work concurrently.
-        chat_template_kwargs: variables of the chat template, such as {enable_thinking: false}.
+        max_turns: number of the model's turns after which an episode ends. step_seconds: time limit for each
+        reply of the environment or program, s. concurrency: number of environments or programs that may work
+        at the same time, per searcher. chat_template_kwargs: variables of the chat template, such as
+        {enable_thinking: false}. options: further options, those of ``Jsonl``.
         """
         super().__init__(tokenizer, chat=chat, **options)
         self.max_turns = max_turns

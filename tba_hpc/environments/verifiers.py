@@ -111,7 +111,10 @@ class Rollout:
         return following[1:], self._reward is not None, 0.0
 
     def get_reward(self) -> float:
-        """Return the rollout's reward, after telling it that its context is full if it has not ended."""
+        """Return the rollout's reward.
+
+        A rollout that has not ended is first told that its context is full.
+        """
         if self._reward is None:
             self._ask(cut=True)
         assert self._reward is not None

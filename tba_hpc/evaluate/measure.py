@@ -45,7 +45,7 @@ ENVIRONMENT = {  # variables that are set unless the user has set them
 log = logging.getLogger(__name__)
 
 AHEAD = 2
-"""Number of completions submitted to the engine for each one that it decodes at a time."""
+"""Ratio of the completions submitted to the engine to those that it decodes at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,8 @@ def samplings(
 ) -> tuple[Sampling, Sampling]:
     """Return the sampling parameters for one completion per prompt, and those for several.
 
-    The first are those of a run's evaluations. temperature: that of the second; None: that of training.
+    With one completion per prompt they are those of a run's evaluations. temperature: temperature for
+    several; None: that of training.
     """
     sampled_at = section.temperature if temperature is None else temperature
     return (
@@ -252,9 +253,10 @@ class Judged(NamedTuple):
 
     @property
     def reward(self) -> Estimate | None:
-        """Mean over prompts of the mean grade, without answers that were not judged.
+        """Mean over prompts of the mean grade of the answers that were judged.
 
-        None if grades only repeat what is correct, or if no answer was judged.
+        None if no answer was judged, or if every grade is 1 for a correct answer and 0 for a wrong one. The
+        mean would then add nothing to the share of correct answers.
         """
         graded_PN = np.isfinite(self.grade_PN)
         some_P = graded_PN.any(1)

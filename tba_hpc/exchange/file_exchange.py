@@ -633,9 +633,11 @@ class ElasticSearcherExchange(FileSearcherExchange):
         return self._deadline
 
     def _next_entry(self) -> Entry | None:
-        """Return the oldest publication to evaluate that was not taken, or else the newest unseen one.
+        """Return the publication to take next, or None if there is no new one.
 
-        The newest one is returned without its evaluation, which is then for others.
+        If this searcher evaluates, that is the oldest one whose requested evaluation it has not begun. If it
+        does not evaluate, or there is no such publication, that is the newest unseen one. This is returned
+        without its request for an evaluation, which is left to other searchers.
         """
         entries = self._manifest.entries if self._manifest else ()
         taken = {sequence for sequence, _ in self._asked.values()}

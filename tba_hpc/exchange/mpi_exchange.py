@@ -422,7 +422,7 @@ class MpiSearcherExchange(_Peer):
             self._offered.append(np.frombuffer(shard.image, np.uint8))
 
     def poll(self) -> WeightUpdate | None:
-        """Return the newest unseen weights, mapped read-only from the node's memory; None without any."""
+        """Return the newest unseen weights, mapped read-only from node memory, or None if there are none."""
         self._called()
         with self._lock:
             update, self._unseen = self._unseen, None

@@ -506,7 +506,10 @@ class NodeMemory:
     # --- Between nodes ---
 
     def _broadcast(self, write: int) -> None:
-        """Broadcast a write between node leaders, in buckets. Does nothing in a world of one node."""
+        """Broadcast the weights of one write between node leaders, in buckets. On one node, do nothing.
+
+        write: number of the write.
+        """
         weights = self._map_of(write)
         under_way: deque[Pending] = deque()
         for start, end, root in self._buckets:

@@ -121,7 +121,9 @@ def apply_changes(changes: np.ndarray, out: np.ndarray) -> None:
 
 
 def _in_piece(new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return counts, values and offsets of the changes in a piece, uint16 [at most PIECE].
+    """Return the counts, values and offsets of the words that differ in a piece, in the module's format.
+
+    new, old: words of the piece, uint16, at most PIECE of them.
 
     Four words are compared at a time, as one uint64. Only the few that differ are then compared word by word.
     The lowest eight bits of a word's index are its offset within its block.

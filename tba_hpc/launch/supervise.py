@@ -26,7 +26,7 @@ from tba_hpc.run.files import listing, publish, write_atomic
 from tba_hpc.run.notes import AT_WORK_FILE, Exit, first_note
 
 FIRST_ELASTIC = 5000
-"""Number of the first elastic searcher, as in ``config``, which takes long to import."""
+"""Number of the first elastic searcher. A copy of the one in ``config``, which takes long to import."""
 
 LONG_SECONDS = 300
 """Seconds that searchers must have run for their failure to count as the first in a row."""

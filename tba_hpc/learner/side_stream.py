@@ -45,6 +45,6 @@ class SideStream:
             self._cuda.current_stream().wait_event(self._copied)
 
     def wait(self) -> None:
-        """Block the calling thread, which may be any, until the copies are finished."""
+        """Block until the copies are finished. Any thread may call this."""
         if self._copied:
             self._copied.synchronize()

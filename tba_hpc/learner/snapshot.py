@@ -1,4 +1,4 @@
-"""Copies in memory of a trainer rank's part of a checkpoint, which are written while training goes on."""
+"""Copies a trainer rank's part of a checkpoint, so that it can be written while training goes on."""
 
 from __future__ import annotations
 

@@ -287,10 +287,12 @@ class RolloutBudget:
         self._leases = now
 
     def extend(self, step: int, *, ready: int, missing: int) -> int:
-        """Grant the requests that the weights of ``step`` allow, and replace lost ones; return ``end``.
+        """Grant the requests that the weights of ``step`` allow, and replace lost ones.
 
-        ready: requests in the buffer that no step has learned from. missing: further requests that ``step``
-        needs.
+        Returns ``end``: the first request that the run's own searchers may not issue yet.
+
+        ready: number of requests in the buffer that no step has learned from. missing: number of further
+        requests that ``step`` needs.
         """
         self._withdraw()
         steps = max(0, min(self._steps_ahead, self._last_step - step))

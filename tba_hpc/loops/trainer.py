@@ -231,7 +231,7 @@ class Trainer:
     # --- Save ---
 
     def _save(self) -> None:
-        """Begin to save every ``checkpoint.every`` steps, except at the last step; see ``_save_last``."""
+        """Begin a save if one is due at this step (``Saving.due``). ``_save_last`` saves the last step."""
         self._saving.note()
         if self._saving.due(self.step):
             with self._step_log.clock("checkpoint"):

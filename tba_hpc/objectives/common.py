@@ -251,9 +251,9 @@ def second_moment_mask(log_ratio_BKL: Tensor, advantage_BK1: Tensor, limit: floa
 
     log_ratio_BKL: log ρ of each token, where ρ = π_θ/π_behaviour. advantage_BK1: its advantage A.
 
-    Like PPO's clip, the mask concerns only tokens whose ratio has already moved in the direction of the
-    advantage: A > 0 and ρ > 1, or A < 0 and ρ < 1. In each group, it drops those of them with the largest
-    (log ρ)² until the mean square of the rest is at most ``limit``, nats². All other tokens are kept.
+    Like PPO's clip, the mask drops only moved tokens, whose ratio has already moved in the direction of the
+    advantage: A > 0 and ρ > 1, or A < 0 and ρ < 1. In each group, the moved tokens with the largest (log ρ)²
+    are dropped until the mean (log ρ)² of the moved tokens that remain is at most ``limit``, nats².
     """
     log_ratio_BKL = log_ratio_BKL.detach()
     beyond_BT = (log_ratio_BKL * advantage_BK1 > 0).flatten(1)
@@ -268,7 +268,7 @@ def second_moment_mask(log_ratio_BKL: Tensor, advantage_BK1: Tensor, limit: floa
 def token_share(acts_BKL: Tensor, groups: Groups) -> Tensor:
     """Return the share of sampled tokens at which ``acts_BKL`` (bool) is True, as a scalar.
 
-    It is divided by the mean number of tokens in the whole batch. The mean over micro-batches is therefore
-    the share in the batch.
+    The mean number of such tokens per completion is divided by the mean number of tokens per completion in
+    the whole batch. The mean of this over micro-batches is therefore the share in the batch.
     """
     return (acts_BKL & groups.mask_BKL).sum(2).double().mean() / groups.mean_tokens

@@ -64,10 +64,10 @@ def bounded(objective: Objective, bound: RatioBound, *, centred: bool = False) -
 def _candidate_weights(
     bound: RatioBound, slope_BKL: Tensor, weight_BKL: Tensor, acts_BKL: Tensor, candidates: Groups
 ) -> Tensor:
-    """Return the weights of candidate tokens, for ``mean_score``.
+    """Return the weights of the candidates at each position, as ``mean_score`` needs them.
 
-    slope_BKL, weight_BKL, acts_BKL: slope, weight and mask of the sampled tokens; candidates have their
-    slope.
+    slope_BKL, weight_BKL, acts_BKL: slope, weight and mask of the sampled tokens. Each candidate is given the
+    slope of the token that was sampled at its position.
     """
     if isinstance(bound, OF_TOKENS):
         each = candidates.policy_BKL.shape[2] // slope_BKL.shape[2]
@@ -102,10 +102,13 @@ def weights(bound: RatioBound, groups: Groups, slope_BKL: Tensor) -> tuple[Tenso
 def _masked(bound: IcePop | Dppo | BinaryKl, groups: Groups, slope_BKL: Tensor) -> Tensor:
     """Return which tokens, bool [B, K, L], or completions, [B, K, 1], have moved too far from π_behaviour.
 
-    IcePop (arXiv 2510.18855): tokens whose ratio is outside the band. DPPO (arXiv 2602.04879, eq. 12 and 13):
-    tokens with |π_θ − π_behaviour| above the limit that a step would move further; the paper's limit is 0.15.
+    IcePop (arXiv 2510.18855): tokens whose ratio is outside the band.
+    DPPO (arXiv 2602.04879, eq. 12 and 13): tokens that a step would move further, and whose
+    |π_θ − π_behaviour| is already above the limit. The paper's limit is 0.15.
     FlashREINFORCE (github.com/yifanzhang-pro/FlashREINFORCE): completions whose mean ``_binary_kl`` is above
-    the limit, which is 0.003 there.
+    the limit. The limit of that project is 0.003.
+
+    slope_BKL: ∂loss/∂log π of each token, which only DPPO uses.
     """
     match bound:
         case IcePop(band=(low, high)):

@@ -41,9 +41,10 @@ def mean_score(groups: Groups, weigh: Callable[[Groups], Tensor]) -> Tensor:
 
 
 def _with_others(logprob_BKLC: Tensor) -> Tensor:
-    """Append the log-probability of all other tokens together to those of the C likeliest tokens.
+    """Append to the C likeliest tokens one that stands for all others, with their total probability.
 
-    Returns [B, K, L, C + 1], in float64 if the input is float64, and otherwise in float32.
+    logprob_BKLC: log-probabilities of the C likeliest tokens. Returns log-probabilities, [B, K, L, C + 1], in
+    float64 if the input is float64, and otherwise in float32.
     """
     logprob_BKLC = logprob_BKLC.to(torch.promote_types(logprob_BKLC.dtype, torch.float32))
     others = 1 - logprob_BKLC.exp().sum(3, keepdim=True)

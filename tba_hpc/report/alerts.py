@@ -502,7 +502,7 @@ def flat_groups(view: View) -> Alert | None:
 
 
 def truncated(view: View) -> Alert | None:
-    """Alert if over half of the completions reach the token limit, or 15 points (%) more than at first."""
+    """Alert if over half of completions hit the token limit, or 15 percentage points more than at first."""
     name, limit = "search/truncated_share", view.config.generator.max_tokens
     values, now = view.values(name), view.trends.latest(name)
     grew = now is not None and now - values[0] > 0.15

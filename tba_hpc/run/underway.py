@@ -32,12 +32,14 @@ MOST_ENDS = 2
 
 
 class Underway:
-    """File in which a searcher names the call of a task's code that it is making.
+    """File in which a searcher notes which call of the task's code is in progress.
 
-    ends: for each call in which the searcher's process has ended, the numbers of these attempts.
+    ends: for each call during which the searcher's process has ended, the numbers of the attempts in which
+    that happened.
 
-    The constructor logs a warning for each such call. If the process has ended in one of them MOST_ENDS
-    times, the constructor empties the file, since the user is to start the run again, and raises ConfigError.
+    The constructor logs a warning for each such call. If the process has ended MOST_ENDS times during the
+    same call, the constructor raises ConfigError. It first empties the file, so that the user can start the
+    run again.
     """
 
     def __init__(self, run: RunDir, searcher: int) -> None:

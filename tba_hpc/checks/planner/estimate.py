@@ -24,10 +24,11 @@ Lack = Literal["memory", "KV cache", ""]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A number of GPUs that all hold the same ranks.
+    """Group of GPUs that each hold the same kinds of ranks, such as one trainer and two searchers.
 
-    count: number of these GPUs. ranks: names of the ranks on each. bytes: memory that is needed on each.
-    problem: why the ranks do not fit, in a sentence, or "". lacks: what they have too little of, if anything.
+    count: number of GPUs in the group. ranks: names of the ranks on each GPU. bytes: memory that they need
+    there. problem: sentence that says why they do not fit, or "". lacks: resource of which they have too
+    little, or "".
     """
 
     count: int
