@@ -322,7 +322,7 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="another program"):
         read_shard(path)
     write_arrays(path, {"record": np.zeros(3, RECORD)})
-    with pytest.raises(ShardError, match="holds arrays, where shard was expected"):
+    with pytest.raises(ShardError, match="is a file of kind arrays, not shard"):
         read_shard(path)
 
 

@@ -209,7 +209,7 @@ CONFIG_FAULTS: list[tuple[Any, str]] = [
     ("nocolon", "'nocolon' of task.reward is not a function: write it as module:function"),
     ({"a": {}}, "has no source: set one of function, url and program"),
     ({"a": {"function": "m:f", "url": "http://x/y"}}, "has function and url: set one of"),
-    ({"a": {"function": "m:f", "seconds": 3}}, "seconds=3.0 of a reward by function would be ignored"),
+    ({"a": {"function": "m:f", "seconds": 3}}, "seconds=3.0 would be ignored in a reward with function"),
     ({"a": {"url": "http://me:secret@host/v1"}}, "would be written into the run's files: set key_variable"),
     ({"a": {"url": "file:///etc/passwd"}}, "is not an address: begin it with http"),
     ({"a": {"url": "http://x:80000/v1"}}, "has the port 80000: ports go from 1 to 65535"),

@@ -52,7 +52,7 @@ def read_tree(path: Path, kind: shipped.Kind) -> dict[str, Any]:
 
 
 def parse_config(tree: dict[str, Any], overrides: list[str] | None = None) -> Config:
-    """Apply ``overrides`` to a tree of plain values and validate it. Raises ConfigError."""
+    """Apply ``overrides`` to a tree of plain values, in place, and validate it. Raises ConfigError."""
     for override in overrides or []:
         _override(tree, override)
     try:
@@ -182,7 +182,7 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
 
 
 def _meant(given: str, valid: Sequence[str]) -> str:
-    """Return the end of an error about an unknown variant: the one that was meant; empty if none is near."""
+    """Return the end of an error about an unknown variant: what may be meant by it; empty if unknown."""
     close = difflib.get_close_matches(given, valid, n=1)
     if not close and given in OBJECTIVES_ELSEWHERE:
         return f": {OBJECTIVES_ELSEWHERE[given]}"
@@ -190,9 +190,9 @@ def _meant(given: str, valid: Sequence[str]) -> str:
 
 
 def _form(field: FieldInfo | None) -> str:
-    """Return the end of an error about a text of the wrong form. field: None if the user chose its key."""
+    """Return the end of an error about a text of the wrong form. field: None if the key has no field."""
     if field is None or not field.examples:
-        return "a name has only letters, digits and _, and begins with no digit"
+        return "a name has only letters, digits and _, and does not begin with a digit"
     return f"must be of the form of {' or '.join(field.examples)}"
 
 

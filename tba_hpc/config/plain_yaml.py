@@ -20,13 +20,13 @@ _WRITTEN = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
 """Pattern of numbers with an exponent, ``1e-2`` or ``1e5``. PyYAML would read most of them as strings."""
 
 _OTHER_BASE = re.compile(r"[-+]?(?:0[\d_]+$|[\d_]+:)")
-"""Pattern of how a number begins that YAML 1.1 reads in base 8 or 60."""
+"""Pattern of the beginning of a number that YAML 1.1 reads in base 8 or 60."""
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 
 
 class AmbiguousNumber(yaml.YAMLError):
-    """Error for a number in base 8 or 60. Its message begins with the line."""
+    """Error for a number in base 8 or 60. Its message begins with the line number."""
 
 
 class _Loader(yaml.SafeLoader):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 OWN_ENGINE_ARGUMENTS = {
     "model": "set model.path",
     "tokenizer": "it is that of model.path, so leave it out",
-    "revision": "put the revision that you want into a folder, and name that in model.path",
+    "revision": "download the revision that you want into a folder, and set model.path to that folder",
     "hf_overrides": "change config.json in the folder of model.path, which the learner reads as well",
     "dtype": "set model.dtype",
     "max_model_len": "set model.context_length",
@@ -38,7 +38,7 @@ OWN_ENGINE_ARGUMENTS = {
     "seed": "set run.seed",
     "trust_remote_code": "code in a model's folder is never run; use a model that transformers knows",
     "logprobs_mode": "the learner needs the policy's own log-probabilities, so leave it out",
-    "worker_extension_cls": "weights reach the engine's workers by it, so leave it out",
+    "worker_extension_cls": "weights reach the engine's workers through it, so leave it out",
 }
 """Arguments of vLLM that generator.engine must not contain, each with a remedy or the reason."""
 
@@ -300,7 +300,7 @@ def _of_a_reward(reward: RewardSection) -> Iterator[str]:
     known = {*kinds, "weight", *OF_REWARD[kinds[0]]}
     for key, field in type(reward).model_fields.items():
         if key not in known and (value := getattr(reward, key)) != field.default:
-            yield f"{key}={value} of a reward by {kinds[0]} would be ignored: leave it out"
+            yield f"{key}={value} would be ignored in a reward with {kinds[0]}: leave it out"
     if reward.function is not None and not all(reward.function.partition(":")):
         yield (
             f"{reward.function!r} of task.reward is not a function: write it as module:function, such as "

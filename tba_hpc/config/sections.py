@@ -114,15 +114,15 @@ class ModelSection(Section):
     context_length: int = Field(1024, ge=2)
     """Maximum length of prompt and completion together, in tokens."""
     logprob_temperature: Positive | None = None
-    """T in softmax(logits/T), of which all log-probabilities are taken. If unset, it is generator.temperature
-    with train.score_centering, with oapl and with the policy gradients, which need samples of the policy that
-    they train; otherwise 1."""
+    """T: all log-probabilities are those of softmax(logits/T). If unset: generator.temperature with
+    train.score_centering, oapl or a policy gradient, which need samples of the policy that they train;
+    otherwise 1."""
     fp32_head: bool = True
     """Compute the logits of bfloat16 models in float32, so that the log-probabilities of learner, reference
     and engine agree more closely."""
     compile: MayChange[bool | None] = None
     """Compile the layers of policy and reference with torch.compile, which takes some seconds at the first
-    step. null: on GPUs, unless train.zero_stage is 3, which does not allow it."""
+    step; not possible with train.zero_stage=3. null: compile on GPUs, where possible."""
     lora: LoraSection | None = None
     """Train LoRA adapters; {} uses the defaults. null: train all weights."""
 
@@ -143,8 +143,8 @@ class RewardSection(Section):
     OpenAI-style chat endpoint, such as http://host:8000/v1/chat/completions."""
     program: tuple[str, ...] | None = Field(None, min_length=1)
     """Command that is run once per completion, without a shell. The word ``python`` stands for the run's
-    interpreter. Files are looked up where modules are. The program's time and memory are limited, but it can
-    read and write files and use the network like the run itself (docs/own-task.md)."""
+    interpreter. Relative paths in it are looked up like modules. The program's time and memory are limited,
+    but it can read and write files and use the network like the run itself (docs/own-task.md)."""
     weight: float = 1.0
     """Weight of this reward in the sum of rewards."""
     model: str | None = None
@@ -173,8 +173,8 @@ class RewardSection(Section):
 
 class TaskSection(Section):
     name: str = "gsm8k"
-    """Name of a built-in task, or your own ``module:Class``, whose module is found as that of a reward's
-    function is."""
+    """Name of a built-in task, or your own ``module:Class``. The module is looked up like that of a reward's
+    function."""
     reward: dict[str, RewardSection] = Field(default_factory=dict)
     """Reward for the tasks jsonl, environment and agent: a ``module:function``, the keys of one reward, or
     several rewards by name, whose weighted sum is the reward."""
@@ -217,8 +217,8 @@ class GeneratorSection(Section):
     """Probability mass of nucleus sampling. Below 1 some completions are never sampled, and no objective is
     sure to reach its optimum."""
     tempered_range: tuple[float, float] | None = None
-    """Range [low, high] from which half of the training requests draw their temperature uniformly. null: all
-    requests use ``temperature``."""
+    """Range [low, high] from which half of the training requests draw their temperature uniformly. The other
+    half use ``temperature``, as all do if this is null."""
     max_tokens: Count = 512
     """Maximum completion length, in tokens."""
     min_tokens: int = Field(0, ge=0)
@@ -263,7 +263,7 @@ class BufferSection(Section):
     """Number of completions that the buffer must hold before the first step, unless exchange.max_staleness is
     set. It can be at most capacity_per_prompt times the number of training prompts."""
     duplicates: Duplicates = EqualDuplicates()
-    """Rule that says which completions of a prompt are duplicates, of which the buffer keeps one. If unset:
+    """Rule by which completions of a prompt count as duplicates; the buffer keeps only one of them. If unset:
     none in on-policy runs, else equal."""
     replay_limit: Count | None = None
     """Number of steps that may learn from a trajectory before it is evicted; null: no limit. If the other
@@ -274,7 +274,7 @@ class BufferSection(Section):
 
     @property
     def deduplicate(self) -> bool:
-        """True if equal completions of a prompt are stored once."""
+        """True if the buffer keeps only one of several duplicates."""
         return not isinstance(self.duplicates, NoDuplicates)
 
     @property
@@ -367,7 +367,8 @@ class TrainSection(Section):
     completion_tokens for GRPO and sum for all others."""
     steps: MayChange[Count] = 1000
     """Number of optimizer steps. It may be raised, even after the run has finished, or lowered to a step that
-    the run has not passed. A decay of the learning rate adapts to the new number."""
+    the run has not passed. The decay of the learning rate then ends at the new number, unless
+    train.learning_rate.decay is set."""
     prompts_per_step: Count = 8
     """B, the number of groups per optimizer step."""
     completions_per_prompt: int = Field(20, ge=2)
@@ -375,8 +376,8 @@ class TrainSection(Section):
     tokens_per_micro_batch: MayChange[Count | None] = None
     """Maximum number of tokens per forward and backward pass, at least model.context_length. The prompt of a
     group counts once. If a layer lacks full attention, sequences are padded, and padding counts. A group that
-    exceeds the limit is split, and its log-probabilities are computed twice. null: as many tokens as have
-    activations of 8 GiB on a GPU (1 GiB on a CPU), at most 32k, but at least the largest group of the
+    exceeds the limit is split, and its log-probabilities are computed twice. null: as many tokens as fit
+    into 8 GiB of activations on a GPU (1 GiB on a CPU), at most 32k, but at least the largest group of the
     step."""
     learning_rate: LearningRate = LearningRate()
     """Learning-rate schedule; a number is a constant rate."""
@@ -396,8 +397,8 @@ class TrainSection(Section):
     gradient_clip: Positive | None = 1.0
     """Maximum global gradient norm of the normalised loss. null: no clipping."""
     zero_stage: Literal[1, 2, 3] = 2
-    """ZeRO stage of DeepSpeed. The trainer ranks share the optimizer state (1), and also the gradients (2),
-    and also the weights (3)."""
+    """ZeRO stage of DeepSpeed. Trainer ranks divide among them the optimizer state (1), also the gradients
+    (2), and also the weights (3)."""
     gradient_checkpointing: MayChange[bool] = False
     """Recompute activations in the backward pass, which takes less memory and more time."""
     deepspeed: MayChange[Annotated[dict[str, Any], AfterValidator(rules.check_deepspeed_settings)]] = Field(
@@ -443,8 +444,8 @@ class TrainSection(Section):
 
 
 QUEUE_STALENESS = 8
-"""Default of exchange.max_staleness in a queue, in steps. With about this bound, engines are as busy as
-without any, and the data nearly as useful as fresh data."""
+"""Default of exchange.max_staleness in a queue, in steps. It keeps engines about as busy as without a bound,
+and the data nearly as useful as fresh data."""
 
 
 class ExchangeSection(Section):
@@ -514,7 +515,8 @@ class LaunchSection(Section):
     elastic searchers."""
     elastic: MayChange[Ranks] = 0
     """Maximum number of elastic searchers. ``tba search RUN`` starts one at any time, on any machine that
-    sees the run directory, and gives it a free slot. The prompts of an empty slot wait."""
+    sees the run directory, and gives it a free slot. The requests of an empty slot wait for its next
+    searcher."""
     timeout_seconds: MayChange[Positive] = 600.0
     """Maximum wait for another rank, s; after it the run ends with an error that names the rank. A start may
     take three times as long. An elastic searcher waits six times as long for a trainer whose job is in the

@@ -70,10 +70,10 @@ class TrajectoryBalance(ObjectiveSection):
     name: Literal["trajectory_balance"] = "trajectory_balance"
     """Trajectory balance: the square of the VarGrad residual."""
     log_z: LogZ = "behaviour"
-    """Policy whose log-probabilities enter the estimate of log Z. behaviour: the weights that sampled, which
-    on old data keeps all completions of a group from becoming less likely together. policy: the current
-    weights (the paper's equation 7), for fresh data or mostly replayed data. none: there is no KL term, and a
-    difference between the log-probabilities of engine and learner acts like a reward."""
+    """Policy whose log-probabilities enter the estimate of log Z. behaviour: the weights that sampled; on old
+    data this keeps all completions of a group from becoming less likely together. policy: the current weights
+    (the paper's equation 7), for fresh data or mostly replayed data. none: the estimate is the mean of r/β,
+    without a KL term."""
 
 
 class TbaPrime(ObjectiveSection):
@@ -90,8 +90,8 @@ class Oapl(ObjectiveSection):
     """OAPL: regression of β·log(π_θ/π_behaviour) on the optimal advantage r − V̂, where π_behaviour is the
     policy that sampled."""
     value_beta: Positive | None = None
-    """β₁ in V̂ = β₁·log mean exp(r/β₁), the mean of all completions of a request. null: train.beta at step
-    0."""
+    """β₁ in V̂ = β₁·log mean exp(r/β₁), where the mean is over all completions of a request. null: train.beta
+    at step 0."""
 
 
 class PolicyGradient(ObjectiveSection):
@@ -115,9 +115,9 @@ class ClippedTokens(PolicyGradient):
     """ε: a token has no gradient once its ratio π_θ/π_behaviour has left 1 ± ε in the direction of its
     advantage."""
     second_moment_limit: Positive | None = None
-    """Limit of M2PO's mask, which replaces the clip, nats²; M2PO uses 0.04. Among the tokens that have moved
-    in the direction of their advantage, those with the largest log-ratios are masked, until the mean square
-    of the others' log-ratios is at most this limit. null: clip."""
+    """Limit of M2PO's mask, in nats² (0.04 in M2PO); the mask replaces the clip. Among the tokens that have
+    moved in the direction of their advantage, those with the largest log-ratios are masked, until the mean
+    square of the others' log-ratios is at most this limit. null: clip."""
 
 
 class Grpo(ClippedTokens):
@@ -136,8 +136,8 @@ class DrGrpo(ClippedTokens, Shifted):
 class DecoupledPpo(PolicyGradient):
     takes_bound = weighs_kl = False
     name: Literal["decoupled_ppo"] = "decoupled_ppo"
-    """Dr. GRPO, clipped around the policy before the current step (π_proximal) instead of the one that
-    sampled, and weighted by the ratio of these two. π_proximal is interpolated as in A-3PO."""
+    """Dr. GRPO, clipped around π_proximal, the policy before the current step, instead of the policy that
+    sampled (π_behaviour), and weighted by π_proximal/π_behaviour. π_proximal is interpolated as in A-3PO."""
     ratio_clip: Fraction = 0.2
     """ε: a token has no gradient once its ratio π_θ/π_proximal has left 1 ± ε in the direction of its
     advantage."""
@@ -160,7 +160,8 @@ class Topr(PolicyGradient):
 
 class OwnObjective(ObjectiveSection):
     name: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", examples=["my_module:my_loss"])
-    """Your own function, which takes a tba_hpc.objectives.Groups and β, and returns a loss per completion."""
+    """Your own function, which takes a tba_hpc.objectives.Groups and β, and returns the loss of each
+    completion (docs/own-task.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the function."""
 
@@ -218,8 +219,8 @@ class RatioTaper(Section):
 
 
 class ModelReference(Section):
-    """Base of the references that are models of their own. Each trajectory is scored once, and keeps that
-    log π_ref."""
+    """Base of the references that are models of their own. Each trajectory is scored once, and its log π_ref
+    is kept."""
 
     scored: ClassVar[bool] = True
     scored_by: Literal["searcher", "trainer"] = "searcher"

@@ -2,12 +2,12 @@
 
 The trainer publishes weights as safetensors files, and reads shards where searchers sealed them. One small
 file, ``latest.json``, is the manifest. It lists the published weights, holds the cursor of each searcher (how
-many of its shards are merged), and says whether the trainer has ended. Only the trainer writes it, always
-as a whole. No file depends on a searcher, so that the death of a searcher costs nothing.
+many of its shards are merged), and says whether the trainer has ended. Only the trainer writes it, and always
+replaces it as a whole. No file depends on a searcher, so the death of a searcher costs nothing.
 
 Weights that are to be evaluated stay listed, and on disk, until their evaluation is complete. If too many
-wait, the oldest are removed. A searcher takes weights to evaluate first, oldest first. If there are none, it
-takes the newest weights.
+wait, the oldest are removed. A searcher takes the oldest weights that wait for its evaluation. If none wait,
+it takes the newest weights.
 
 Weights that are not to be evaluated may be stored as changes: the bits that differ from the previous
 publication. Such files form a chain. Its first link is a file of whole weights, and each further link is a
@@ -16,8 +16,8 @@ it lacks to its copy of the weights, or makes that copy from the first link. If 
 searcher keeps its present weights until a new chain begins.
 
 The file ``progress`` holds the completed requests and the cursors, for searchers that join later. Whenever
-the cursors change, the trainer writes it before the manifest. No shard is deleted before ``progress`` counts
-it.
+the cursors change, the trainer writes ``progress`` first and the manifest second. No shard is deleted before
+``progress`` counts it as merged.
 
 A file system may lose an open file, show a new file late, or be full for a while. Trainer and searchers
 therefore retry until their timeouts. If a flush (fsync) fails, data may be lost although a second flush would
@@ -65,17 +65,17 @@ from tba_hpc.run.owners import end_if_superseded
 log = logging.getLogger(__name__)
 
 KEEP = 2
-"""Number of newest publications whose weights are kept: a searcher may be opening those before the newest."""
+"""Number of newest publications that are always kept, since a searcher may be opening the second newest."""
 
 MOST_WAITING = 4
-"""Most publications that are kept for an unfinished evaluation of the validation split. Without a limit they
-would pile up if a searcher died, because nobody completes its part."""
+"""Maximum number of publications that are kept because their evaluation on the validation split is
+unfinished. Nobody completes the part of a searcher that died, so they would pile up without a limit."""
 
 MANIFEST_CHECK_SECONDS = 0.1
 """Minimum interval between two reads of ``latest.json`` by a searcher, s: file servers are slow and shared.
 
-While the file stays unchanged, the interval grows to a fiftieth of the time since the last change, and to at
-most ten times this minimum.
+While the file stays unchanged, the interval grows to a fiftieth of the time since the last change, but not
+beyond ten times this minimum.
 """
 
 STOP, HELD = "stop-", "held-"
@@ -95,9 +95,9 @@ PAGE = 4096
 class Entry:
     """One publication of weights, as listed in the manifest.
 
-    sequence: its number, which goes up by one per publication over all attempts of a run. file: name of its
-    file in the folder of the weights. changes: whether ``file`` holds the changes since the previous sequence
-    number, not whole weights. checksum: CRC-32 of these changes.
+    sequence: number of the publication, counted over all attempts of a run. file: name of its file in the
+    folder of the weights. changes: whether ``file`` holds the changes since the previous publication, not
+    whole weights. checksum: CRC-32 of these changes; 0 for whole weights.
     """
 
     sequence: int
@@ -125,7 +125,8 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest | None:
         """Read the manifest in the folder of the weights; None if no trainer of the run has started yet.
 
-        Raises DamagedError, ConfigError if it is no regular file, or OSError if it cannot be read.
+        Raises DamagedError if its contents are invalid, ConfigError if it is no regular file, and OSError if
+        it cannot be read.
         """
         try:
             return _DECODER.decode(read_regular(folder / "latest.json"))
@@ -146,17 +147,17 @@ class Manifest:
 
 
 _DECODER = msgspec.json.Decoder(Manifest)
-"""Decoder made once, as msgspec 0.22 crashes if two threads first decode a dataclass at the same time."""
+"""Shared decoder: msgspec 0.22 crashes if two threads decode a dataclass for the first time at once."""
 
 
 class FileTrainerExchange:
     """The leading trainer's end of the exchange.
 
     folder: folder of the weights. attempt: name of this attempt, which no other attempt of the run has.
-    read_pending: function from cursors to the readable shards from there on, in order per searcher. progress:
-    requests completed and shards merged before this attempt. evaluated: function that returns whether the
-    evaluation of a split with the weights of a version is complete. timeout: longest wait while a disk is
-    full or its server is away, s.
+    read_pending: function that takes cursors, and returns the shards at or beyond these that can be read, in
+    order for each searcher. progress: requests completed and shards merged before this attempt. evaluated:
+    function that returns whether the evaluation of a split with the weights of a version is complete.
+    timeout: longest wait while a disk is full or its server is away, s.
     """
 
     def __init__(
@@ -188,7 +189,8 @@ class FileTrainerExchange:
     def publish(self, publication: Publication, write: Write) -> bool:
         """Start a round with new weights; see ports.TrainerExchange.
 
-        ``write`` copies them into memory. The exchange's thread writes them to a file and lists that.
+        ``write`` copies the weights into memory. The exchange's thread then writes them to a file, and lists
+        this file in the manifest.
         """
         if not self.idle:
             return False
@@ -242,7 +244,8 @@ class FileTrainerExchange:
         if copied:
             copied()
         changes = None
-        if publication.evaluate is None and not publication.final:  # others stay on disk for long, so whole
+        # Weights to evaluate, and the last ones, stay on disk for long, so they are written whole.
+        if publication.evaluate is None and not publication.final:
             changes = self._memory.changes()
         sequence = max((entry.sequence for entry in self._manifest.entries), default=-1) + 1
         name = f"step-{publication.version:06d}"
@@ -305,8 +308,9 @@ class FileTrainerExchange:
         going = [entry for entry in waiting if entry.publication.evaluate != "test"][:-MOST_WAITING]
         for entry in going:
             log.warning(
-                "the weights of step %d are removed before their %s is complete, because %d newer ones wait "
-                "for theirs: a searcher has died, or an evaluation takes longer than evaluate.every steps",
+                "the weights of step %d are removed before their %s is complete, because %d newer weights "
+                "wait for it, too: a searcher has died, or an evaluation takes longer than evaluate.every "
+                "steps",
                 *(entry.publication.version, entry.publication.evaluate, MOST_WAITING),
             )
         kept = [*entries[-(KEEP - 1) :], *(entry for entry in waiting if entry not in going)]
@@ -319,7 +323,7 @@ class FileTrainerExchange:
         Errors of the file system are ignored: the next change of the manifest tries again.
         """
         needed = {entry.file for entry in self._manifest.entries}
-        with suppress(OSError):  # the next change tries again
+        with suppress(OSError):
             for name in listing(self._folder):
                 if name.endswith((WEIGHTS, CHANGES)) and name not in needed:
                     (self._folder / name).unlink(missing_ok=True)
@@ -327,9 +331,9 @@ class FileTrainerExchange:
     # --- The beginning of an attempt ---
 
     def _remove_leftovers(self) -> None:
-        """Delete what earlier attempts left: requests to stop, unfinished files, links of their searchers.
+        """Delete what earlier attempts left: requests to stop, unfinished files, and hard links to weights.
 
-        Links of elastic searchers stay, because these searchers may still be at work.
+        The hard links of elastic searchers stay, because these searchers may still be at work.
         """
         for name in listing(self._folder):
             held = name.startswith(HELD) and not is_elastic(int(name.removeprefix(HELD).split("-")[0]))
@@ -339,24 +343,22 @@ class FileTrainerExchange:
     def _first_manifest(self, attempt: str, cursors: Mapping[int, int]) -> Manifest:
         """Write and return the first manifest of this attempt.
 
-        It keeps the newest weights of the attempt before, so that sequence numbers continue.
+        It keeps the newest weights of the previous attempt, so that sequence numbers continue.
         """
         try:
             before = self._retry(lambda: Manifest.read(self._folder))
         except DamagedError as error:
             raise ConfigError(f"{error}: remove it, and start the same run again") from None
         kept = before.chain(before.entries[-1].sequence) if before and before.entries else ()
-        entries = tuple(
-            replace(entry, publication=_of_an_attempt_before(entry.publication)) for entry in kept
-        )
+        entries = tuple(replace(entry, publication=_of_earlier_attempt(entry.publication)) for entry in kept)
         manifest = Manifest(attempt, False, dict(cursors), entries)
         self._write_progress(cursors)
         self._retry(lambda: manifest.write(self._folder))
         return manifest
 
 
-def _of_an_attempt_before(publication: Publication) -> Publication:
-    """Return a publication without what a resume may have undone: evaluation, reference, budget, end."""
+def _of_earlier_attempt(publication: Publication) -> Publication:
+    """Return a publication without what the resume may have undone: evaluation, reference, budget and end."""
     end = None if publication.budget_end is None else 0
     reference = min(0, publication.reference)
     return replace(
@@ -368,9 +370,9 @@ class FileSearcherExchange:
     """A searcher's end of the exchange.
 
     folder: folder of the weights, which need not exist yet. searcher: number of this searcher. attempt: name
-    of this attempt, in which the trainer must have started. deadline: longest wait for another rank, s; the
-    trainer may take IDLE_DEADLINES times as long between two rounds. start_deadline: longest wait for the
-    trainer's start, s; None: ``deadline``.
+    of this attempt; its trainer has started once the manifest names it. deadline: longest wait for another
+    rank, s; the trainer may take IDLE_DEADLINES times as long between two rounds. start_deadline: longest
+    wait for the trainer's start, s; None: ``deadline``.
     """
 
     def __init__(
@@ -390,7 +392,7 @@ class FileSearcherExchange:
         self._manifest: Manifest | None = None
         self._manifest = self._read_manifest()
         self._looked = self._changed = time.monotonic()
-        self._seen = -1  # sequence of the publication taken last
+        self._seen = -1  # sequence number of the publication taken last
         self._own: WeightFile | None = (
             None  # this searcher's copy of the weights, to which changes are applied
         )
@@ -422,7 +424,8 @@ class FileSearcherExchange:
         """Return weights that were not returned before, mapped read-only; None if there are none.
 
         These are the oldest that are to be evaluated, or else the newest. Raises ExchangeError if the trainer
-        has not started within its deadline, or has not changed the manifest for IDLE_DEADLINES deadlines.
+        has not started within ``start_deadline``, or has not changed the manifest for IDLE_DEADLINES times
+        ``deadline``.
         """
         self._look()
         entry = self._next_entry()
@@ -442,7 +445,7 @@ class FileSearcherExchange:
         return WeightUpdate(entry.publication, layout, data, file)
 
     def _patched(self, entry: Entry) -> tuple[WeightLayout, WeightFile]:
-        """Apply to this searcher's copy of the weights the changes up to ``entry``; return the copy.
+        """Bring this searcher's copy of the weights up to ``entry``; return their layout and the copy.
 
         Raises DamagedError or OSError; the copy then stays as it was.
         """
@@ -507,7 +510,7 @@ class FileSearcherExchange:
 
     @property
     def _has_started(self) -> bool:
-        """True if the trainer of this attempt has started; before, the manifest is of an earlier attempt."""
+        """True if this attempt's trainer has started; until then, the manifest is that of an earlier one."""
         return self._manifest is not None and self._manifest.attempt == self._attempt
 
     @property
@@ -605,8 +608,8 @@ class ElasticSearcherExchange(FileSearcherExchange):
     def still_wants(self, split: Split, version: int) -> bool:
         """Return whether an evaluation that ``poll`` handed out is still wanted.
 
-        It is not once the trainer of a later attempt has started, which may make different weights of the
-        same version.
+        Once the trainer of a later attempt has started, it is not, because that trainer may make different
+        weights of the same version.
         """
         self._manifest = self._read_manifest()
         _, attempt = self._asked[split, version]
@@ -635,9 +638,9 @@ class ElasticSearcherExchange(FileSearcherExchange):
     def _next_entry(self) -> Entry | None:
         """Return the publication to take next, or None if there is no new one.
 
-        If this searcher evaluates, that is the oldest one whose requested evaluation it has not begun. If it
-        does not evaluate, or there is no such publication, that is the newest unseen one. This is returned
-        without its request for an evaluation, which is left to other searchers.
+        A searcher that evaluates gets the oldest publication whose requested evaluation it has not begun.
+        Otherwise it gets the newest unseen publication, without any request for an evaluation, which other
+        searchers carry out.
         """
         entries = self._manifest.entries if self._manifest else ()
         taken = {sequence for sequence, _ in self._asked.values()}
@@ -665,7 +668,7 @@ class DamagedError(ValueError):
 def _refuse_lasting(error: OSError | ValueError) -> None:
     """Raise ``error`` if it will last; return if a later read may succeed.
 
-    A file that is missing or incomplete may just not be visible yet.
+    A missing or damaged file may be one that the file system does not show in full yet.
     """
     passing = isinstance(error, FileNotFoundError) or (isinstance(error, OSError) and is_temporary(error))
     if isinstance(error, OSError | ConfigError) and not passing:
@@ -673,7 +676,10 @@ def _refuse_lasting(error: OSError | ValueError) -> None:
 
 
 def read_weights(path: Path) -> tuple[WeightLayout, WeightFile]:
-    """Open a file of whole weights; the safetensors library verifies it. Raises DamagedError or OSError."""
+    """Open a safetensors file of whole weights; return its layout and the file.
+
+    Raises DamagedError if its header is invalid or does not fit its size, and OSError.
+    """
     try:
         with safe_open(path, framework="numpy") as opened:
             lora = json.loads((opened.metadata() or {}).get("lora", "null"))

@@ -1,10 +1,9 @@
 """Shards and arrays on disk as HDF5, sealed and verified as a whole. The only module that imports h5py.
 
-A file consists of a block of 512 bytes and an HDF5 image; for HDF5 this is a file with a user block. The
-block holds one line of text: kind of file, schema, size, and a BLAKE2b checksum of the image. So a damaged
-file is refused before HDF5 parses it, ``head -1`` shows what a file is, and every HDF5 tool since 1.8 can
-read it. Images are made and parsed in memory: on a full disk one plain ``write`` fails, and HDF5 locks no
-file.
+A file consists of a header of 512 bytes, which HDF5 calls a user block, and an HDF5 image. The header holds
+one line of text: kind of file, schema, size, and a BLAKE2b checksum of the image. So a damaged file is
+refused before HDF5 parses it, ``head -1`` shows what a file is, and every HDF5 tool since 1.8 can read it.
+Images are made and parsed in memory: on a full disk one plain ``write`` fails, and HDF5 locks no file.
 
 Anybody can compute the checksum, so an intact file may still be hostile. Therefore only plain arrays inside
 the image are read; links and references to other files are refused.
@@ -57,7 +56,7 @@ SCHEMA = 3
 """Version of the layout and of RECORD; readers refuse other versions."""
 
 HEADER_BYTES = 512
-"""Bytes of the user block (HDF5 allows powers of two from 512)."""
+"""Size of a file's header, bytes. HDF5 allows powers of two from 512."""
 
 LIBVER = ("earliest", "v110")
 """Range of HDF5 formats: the oldest that can hold the data, and none that HDF5 1.10 cannot read."""
@@ -76,7 +75,7 @@ _DTYPES = dict(
         strict=True,
     )
 )
-_MAX_ROWS = 1 << 20  # bits of the row in a uid
+_MAX_ROWS = 1 << 20  # a uid has 20 bits for the row
 _MAGIC = b"tba-hpc "
 _START = re.compile(_MAGIC + rb"(\w+) schema=(\d+) bytes=(\d+) ")
 
@@ -120,7 +119,7 @@ def write_shard(path: Path, shard: Shard) -> None:
     except FileExistsError:
         if path.read_bytes() != data:
             raise
-        fsync(path.parent)  # an earlier attempt failed after it had named the file
+        fsync(path.parent)  # an earlier call failed after it had named the file
 
 
 def with_image(shard: Shard) -> Shard:
@@ -139,7 +138,7 @@ def read_shard(path: Path) -> Shard:
 
 
 def parse_shard(path: Path, data: bytes) -> Shard:
-    """Return the shard in the bytes of a file. path: name of the file in errors. Raises ShardError."""
+    """Return the shard in ``data``, the bytes of a file. path: its name in errors. Raises ShardError."""
     attributes, arrays = _decode(path, "shard", data)
     wrong = _DTYPES.keys() - arrays - {"top_logprobs"}
     form = {name: (dtype, 2 if name == "top_logprobs" else 1) for name, dtype in _DTYPES.items()}
@@ -186,9 +185,9 @@ def _decode(path: Path, kind: str, data: bytes) -> tuple[dict[str, int], dict[st
 
 
 def _require_schema(path: Path, schema: int, sealed: int) -> None:
-    """Compare the schema in a file's first line, which has no checksum, with ``sealed``, that in its image.
+    """Compare ``schema``, from the first line, which no checksum covers, with ``sealed``, from the image.
 
-    Raises ShardError if they differ, and AnotherVersionError if they are not SCHEMA.
+    Raises ShardError if the two differ, and AnotherVersionError if they are not SCHEMA.
     """
     if schema != sealed:
         raise ShardError(f"{path} is corrupt: its first line is damaged")
@@ -230,7 +229,7 @@ def _array(group: h5py.h5g.GroupID, name: bytes, room: int) -> np.ndarray:
     nbytes = prod(shape) * dtype.itemsize
     in_one_piece = stored.get_layout() == h5py.h5d.CONTIGUOUS and stored.get_external_count() == 0
     if not in_one_piece or dtype.hasobject or not dataset.get_storage_size() == nbytes <= room:
-        raise TypeError(f"{name.decode()} does not lie in it as a plain array")
+        raise TypeError(f"{name.decode()} is not stored as a plain array")
     values = np.empty(shape, dtype)
     dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
     return values
@@ -243,9 +242,9 @@ def _header(kind: str, body: memoryview, schema: int) -> bytes:
 
 
 def _verify(path: Path, kind: str, data: bytes) -> int:
-    """Return the schema that a file's first line states, the version of its layout (see SCHEMA).
+    """Verify a file by its header; return the schema that the first line states.
 
-    path: of the file, for errors. kind: what it must hold, ``shard`` or ``arrays``. data: all its bytes.
+    path: name of the file in errors. kind: ``shard`` or ``arrays``, which the file must be. data: its bytes.
     Raises ShardError unless the file is of this kind and whole, and its checksum is right. The checksum does
     not cover the schema itself: see ``_require_schema``.
     """
@@ -260,7 +259,7 @@ def _verify(path: Path, kind: str, data: bytes) -> int:
     if len(data) - HEADER_BYTES < size:
         raise ShardError(f"{path} is truncated: {len(data)} of {size + HEADER_BYTES} bytes are left")
     if found != kind:
-        raise ShardError(f"{path} holds {found}, where {kind} was expected: check the path")
+        raise ShardError(f"{path} is a file of kind {found}, not {kind}: check the path")
     if data[:HEADER_BYTES] != _header(kind, memoryview(data)[HEADER_BYTES:], schema):
         raise ShardError(f"{path} is corrupt: its checksum does not match its contents")
     return schema
@@ -277,11 +276,11 @@ def seal_interval(config: Config) -> float:
 class ShardWriter:
     """Collects a searcher's scored groups and seals them as shards.
 
-    A trajectory is acknowledged, and from then on never lost, when ``seal`` returns its shard. The index of a
-    shard is one above that of the shard before, and is never used twice in a run. first_index: the trainer's
-    cursor of this searcher, since shards below it may be deleted; the first index is at least this, and above
-    those of all files on disk, including those set aside. timeout: longest wait while a disk is full, s.
-    clock: function that returns the time, s.
+    A trajectory is acknowledged, and from then on never lost, when ``seal`` returns its shard. Indices of
+    shards go up by one, and none is used twice in a run. first_index: the trainer's cursor of this searcher,
+    since shards below it may be deleted. Indices begin there, or after the last file on disk if that is
+    higher; files that were set aside count. timeout: longest wait while a disk is full, s. clock: function
+    that returns the time, s.
     """
 
     def __init__(
@@ -336,7 +335,7 @@ class ShardWriter:
         """Seal the groups added since the last call as a shard, and return it; None if there are none.
 
         Raises DiskFullError if the disk stays full; the groups are kept, and a later call tries again. Raises
-        ExchangeError if another process with this searcher's number has sealed a shard of that index.
+        ExchangeError if another process with this searcher's number has sealed a shard of the same index.
         """
         if not self._open:
             return None
@@ -388,8 +387,8 @@ class PendingShards:
     If a file is missing and others follow, the reader waits ``timeout`` seconds. Then it logs a warning and
     skips that file, and further files of this searcher that are missing at that moment. An unusable file is
     renamed (set aside), logged and left out; several ranks may do so at once. searchers: numbers of searchers
-    that are looked for even if the list of folders lags and lacks theirs. among: numbers of the searchers
-    that may be read.
+    whose folders are read even if the listing of folders, which may lag, lacks them. among: numbers of the
+    searchers that may be read; all others are ignored.
     """
 
     def __init__(
@@ -411,7 +410,7 @@ class PendingShards:
     def read_all(self, cursors: Mapping[int, int], searchers: Iterable[int] | None = None) -> Iterator[Shard]:
         """Yield all shards at or beyond the cursors, of the given searchers or of all; wait for missing ones.
 
-        Only for the beginning of an attempt, when elastic searchers alone may be sealing. Names after the
+        Only for the beginning of an attempt, when only elastic searchers may be sealing. Names after the
         last listed file are tried, too. Folders are listed again until they show no new shard of a searcher
         that is not elastic.
         """
@@ -441,7 +440,7 @@ class PendingShards:
                 if not isinstance(error, FileNotFoundError) and not is_temporary(error):
                     raise
                 if index >= end and isinstance(error, FileNotFoundError):
-                    self._missed.pop(path, None)  # the file server may have been away at an earlier attempt
+                    self._missed.pop(path, None)  # the file server may have been away at an earlier try
                     return
                 if path not in self._given_up:
                     has_waited &= isinstance(error, FileNotFoundError)
@@ -503,7 +502,7 @@ class PendingShards:
     def _gives_up(self, path: Path, error: OSError, *, has_waited: bool = False) -> bool:
         """Return whether ``path`` was unreadable for ``timeout`` seconds; the run then goes on without it.
 
-        has_waited: give up at once, because an earlier file of this searcher was waited for just now.
+        has_waited: whether an earlier file of this searcher was waited for just now; then give up at once.
         """
         if path in self._given_up:
             return True

@@ -1,8 +1,8 @@
 """The trainer's end of the exchange for a run with both an MPI world and elastic searchers, which use files.
 
-Weights go to the MPI world first. When that round is over, the trainer's next call of any method starts a
-copy to files, in a thread. Elastic searchers get the weights a moment later, and the others do not wait for
-that.
+Weights go to the MPI world first. When that round is over, the trainer's next call of ``publish``, ``gather``
+or ``collect`` starts a thread that copies them to files. So elastic searchers get the weights a moment later,
+and the other searchers do not wait for the copy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class HybridTrainerExchange:
     """Combines the trainer's ends over MPI and over files. Only searchers of the MPI world evaluate.
 
-    files: the end over files, which finds the shards of elastic searchers alone. has_elastic: function that
+    files: the end over files, which finds only the shards of elastic searchers. has_elastic: function that
     returns whether any elastic searcher is there; while there is none, no weights are copied to files.
     """
 
@@ -62,14 +62,14 @@ class HybridTrainerExchange:
     def close(self) -> None:
         """End this attempt on both sides; elastic searchers see for themselves whether the run is finished.
 
-        The end over files closes first, because that over MPI may wait for memory that is still being copied.
+        The end over files closes first, and finishes a copy that is under way.
         """
         self._closed = True
         self._files.close()
         self._world.close()
 
     def _pass_on(self) -> None:
-        """Begin to copy the newest weights to files, unless that is done or an earlier copy is under way."""
+        """Begin to copy the newest weights to files if elastic searchers lack them and no copy is running."""
         if self._closed or not self._files.idle:
             return
         found = self._world.arrived()

@@ -9,15 +9,17 @@ The leader (trainer 0) starts every round. On each rank the thread ``exchange`` 
     weights: buckets broadcast between the nodes, each from the node of the trainer rank that owns it
                                      ◄──     confirmed
 
-Weights are published in *writes*, numbered from 0. A node keeps them in two files that take turns: write n
-replaces write n − 2, and begins after the round of write n − 1. Nobody reads what is overwritten, because:
+Published weights have *sequence numbers* from 0. A node keeps them in two files that take turns: weights n
+replace weights n − 2, and are written after the round of weights n − 1. Nobody reads what is overwritten,
+because:
 
 - Every rank that reads weights holds a *reader* of their file. A searcher gets the reader in the round of
-  these weights, when it shows them to its main thread. At the same time it drops the reader of the weights
-  before, unless its main thread has taken those. So after the round of write n − 1 nobody begins to read
-  write n − 2.
-- The lowest rank of a node confirms the round of write n − 1 only when nobody reads write n − 2 any more. If
-  a rank goes on reading, in an evaluation or because its engine is slow, a third file replaces that one.
+  these weights, when it shows them to its main thread. At the same time it drops the reader of the previous
+  weights, unless its main thread has taken those. So after the round of weights n − 1 nobody begins to read
+  weights n − 2.
+- The lowest rank of a node confirms the round of weights n − 1 only when nobody reads weights n − 2 any more.
+  If a rank goes on reading, in an evaluation or because its engine is slow, a third file takes the place of
+  the file that it reads.
 
 A searcher confirms a round with weights to evaluate only once its main thread has taken them, so that newer
 weights cannot replace them. If it confirms late, the next round begins late, and the leader tells the other
@@ -82,7 +84,7 @@ HEADER = np.dtype(
     [
         ("purpose", "<i8"),
         ("round", "<i8"),
-        ("write", "<i8"),  # number of the newest write; −1 before the first
+        ("sequence", "<i8"),  # sequence number of the newest weights; −1 before the first
         ("publication", "S512"),  # the Publication as JSON; empty if the round has no weights
     ]
 )
@@ -115,7 +117,7 @@ class ExchangeThread:
 
     @property
     def finished(self) -> bool:
-        """Return whether the last work is done. Raises ExchangeError if it failed."""
+        """True if the last work is done. Raises ExchangeError if it failed."""
         finished = self._work.done()
         self.check()
         return finished
@@ -138,8 +140,8 @@ class MpiTrainerExchange:
     """The leader's end of the exchange. Only ``close`` and the constructor wait for other ranks.
 
     The constructor waits until all ranks are set up, and sends them ``progress``: the completed requests, and
-    the cursors of the searchers. It raises ExchangeError, which names the missing ranks. bucket_mb: size of a
-    broadcast between nodes, MiB.
+    the cursors of the searchers. It raises ExchangeError, which names the missing ranks, if some are not set
+    up in time. bucket_mb: size of a broadcast between nodes, MiB.
     """
 
     def __init__(
@@ -148,8 +150,8 @@ class MpiTrainerExchange:
         self._world = world
         self._memory = memory = world.connect_peers(layout, progress=progress.to_bytes(), bucket_mb=bucket_mb)
         self._rounds = 0  # number of rounds started so far
-        self._writes = 0  # number of these that have new weights
-        self._published: Publication | None = None  # describes the newest write
+        self._sequence = -1  # sequence number of the newest weights
+        self._published: Publication | None = None  # describes the newest weights
         self._thread = ExchangeThread()
         self._arrived: deque[Shard] = deque()
         self._stop_requested = False
@@ -168,17 +170,17 @@ class MpiTrainerExchange:
         """
         if not self._thread.finished:
             return False
-        written = write(self._memory.writable(self._writes))
+        written = write(self._memory.writable(self._sequence + 1))
         self._published = publication
-        self._writes += 1
+        self._sequence += 1
         self._start(Purpose.PUBLISH, written)
         return True
 
     def arrived(self) -> WeightUpdate | None:
-        """Return the weights published last; None while a round is in progress, and before the first."""
+        """Return the weights published last; None before the first, and while a round is in progress."""
         if not self._thread.finished or self._published is None:
             return None
-        file = self._memory.reader(self._writes - 1)
+        file = self._memory.reader(self._sequence)
         return WeightUpdate(self._published, self._memory.layout, file.map("r"), file)
 
     def gather(self) -> bool:
@@ -216,24 +218,26 @@ class MpiTrainerExchange:
         self._world.send_all(
             self._header(purpose), Tag.HEADER, f"did not take the header of round {self._rounds}"
         )
-        images = [(rank, np.empty(size, np.uint8)) for rank, sizes in self._hear().items() for size in sizes]
+        images = [
+            (rank, np.empty(size, np.uint8)) for rank, sizes in self._shard_sizes().items() for size in sizes
+        ]
         transfers = [self._world.receive(image, rank, Tag.SHARD) for rank, image in images]
         if purpose is Purpose.PUBLISH:
-            self._memory.spread(self._writes - 1)
+            self._memory.spread(self._sequence)
         self._world.wait_for(transfers, f"did not send its shards in round {self._rounds}")
         for rank, image in images:
             self._arrived.append(parse_shard(Path(f"shard of {self._world.name(rank)}"), image.tobytes()))
-        self._confirmed()
+        self._await_confirmations()
 
     def _header(self, purpose: Purpose) -> np.ndarray:
         published = self._published if purpose is Purpose.PUBLISH else None
         # HEADER has no room for lease_ends, which only elastic searchers need; they read a manifest instead.
         text = msgspec.json.encode(replace(published, lease_ends={})) if published else b""
         assert len(text) <= HEADER["publication"].itemsize, "HEADER has room for the text"
-        return np.array([(purpose, self._rounds, self._writes - 1, text)], HEADER)
+        return np.array([(purpose, self._rounds, self._sequence, text)], HEADER)
 
-    def _hear(self) -> dict[int, np.ndarray]:
-        """Receive every rank's answer; return the sizes of the shards that it will send, int64, in bytes."""
+    def _shard_sizes(self) -> dict[int, np.ndarray]:
+        """Receive every rank's answer; return, by rank, the sizes of the shards that follow, int64, bytes."""
         ready = {rank: np.zeros(1, READY) for rank in self._world.peers}
         answers = [self._world.receive(ready[rank], rank, Tag.READY) for rank in ready]
         self._world.wait_for(answers, f"did not answer in round {self._rounds}")
@@ -243,7 +247,7 @@ class MpiTrainerExchange:
         self._world.wait_for(answers, f"did not say how large its shards are in round {self._rounds}")
         return sizes
 
-    def _confirmed(self) -> None:
+    def _await_confirmations(self) -> None:
         """Wait until every rank has confirmed the round and this node has room for the next weights.
 
         The deadline of a rank begins again whenever it reports BUSY.
@@ -251,7 +255,7 @@ class MpiTrainerExchange:
         told = time.monotonic()
         waiting_since = dict.fromkeys(self._world.peers, told)
         answers = {rank: self._next_status(rank) for rank in waiting_since}
-        while waiting_since or not (self._ended or self._memory.has_room(self._writes)):
+        while waiting_since or not (self._ended or self._memory.has_room(self._sequence + 1)):
             if self._closing:
                 self._end()
             elif time.monotonic() - told > self._world.deadline:
@@ -269,7 +273,7 @@ class MpiTrainerExchange:
             time.sleep(LONGEST_PAUSE)
 
     def _let_wait(self, ranks: list[int]) -> None:
-        """Tell ranks that have confirmed the round that it goes on, or they would give up on the leader."""
+        """Tell the ranks that have confirmed to wait, because otherwise they would give up on the leader."""
         wait = self._header(Purpose.WAIT)
         sends = [self._world.send(wait, rank, Tag.HEADER) for rank in ranks]
         self._world.wait_for(sends, f"did not take the message that round {self._rounds} goes on")
@@ -314,7 +318,7 @@ class _Peer:
             if header["purpose"] == Purpose.WAIT:
                 continue
             self._transfer(header)
-            self._until_free(int(header["write"]) + 1)
+            self._until_free(int(header["sequence"]) + 1)
             self._send_status(Status.CONFIRMED)
 
     def _next_header(self) -> np.void:
@@ -335,18 +339,20 @@ class _Peer:
             messages += [(image, Tag.SHARD) for image in images]
         sends = [self._world.send(message, LEADER, tag) for message, tag in messages]
         if header["purpose"] == Purpose.PUBLISH:
-            self._memory.spread(int(header["write"]))
+            self._memory.spread(int(header["sequence"]))
             self._show(header)
         self._world.wait_for(sends, f"did not fetch the shards of round {header['round']}")
         self._handed_over()
 
-    def _until_free(self, write: int) -> None:
-        """Wait until the write numbered ``write`` may begin, or until the leader ends the run.
+    def _until_free(self, sequence: int) -> None:
+        """Wait until the weights of that sequence number may be written, or until the leader ends the run.
 
         Meanwhile report BUSY to the leader, as long as the main thread of this rank is alive.
         """
         reported = time.monotonic()
-        while not (self._world.is_called(Tag.HEADER) or (self._is_free() and self._memory.has_room(write))):
+        while not (
+            self._world.is_called(Tag.HEADER) or (self._is_free() and self._memory.has_room(sequence))
+        ):
             time.sleep(IDLE_PAUSE)
             now = time.monotonic()
             if self._last_call > reported and now - reported > self._world.deadline / 4:
@@ -381,13 +387,13 @@ class _Peer:
 class MpiTrainerFollower(_Peer):
     """A trainer rank other than the leader. It writes its part of ``layout.parts``, and answers rounds."""
 
-    _writes = 0
+    _sequence = -1
 
     def next_weights(self) -> np.ndarray:
-        """Return the memory for the next published weights, uint8 [layout.nbytes]. Call once per publish."""
+        """Return memory for the weights to be published next, uint8 [layout.nbytes]; call once for each."""
         self._thread.check()
-        self._writes += 1
-        return self._memory.writable(self._writes - 1)
+        self._sequence += 1
+        return self._memory.writable(self._sequence)
 
     def close(self) -> None:
         """Wait until the leader has closed the exchange. Raises ExchangeError if it falls silent."""
@@ -415,7 +421,7 @@ class MpiSearcherExchange(_Peer):
         return self._progress
 
     def offer(self, shard: Shard) -> None:
-        """Offer a sealed shard for the next round. If none follows, a resume reads the shard from disk."""
+        """Offer a sealed shard for the next round. If there is none, a resume reads the shard from disk."""
         assert shard.image is not None, "a shard that this process sealed has the bytes of its file"
         self._called()
         with self._lock:
@@ -461,7 +467,7 @@ class MpiSearcherExchange(_Peer):
             return self._stop, images
 
     def _show(self, header: np.void) -> None:
-        file = self._memory.reader(int(header["write"]))
+        file = self._memory.reader(int(header["sequence"]))
         publication = msgspec.json.decode(header["publication"], type=Publication)
         update = WeightUpdate(publication, self._memory.layout, file.map("r"), file)
         with self._lock:

@@ -75,15 +75,15 @@ FILES = 3
 TABLE = np.dtype([("order", np.int64, 2), ("generations", np.int64, FILES)])
 """Table in shared memory for the ranks of a node.
 
-order: indices of the files that hold even and odd writes. generations: how often each file has given back its
-memory.
+order: index of the file for weights with an even sequence number, and of that for odd ones. generations: how
+often each file has given back its memory.
 """
 
 RELEASE_SECONDS = 1.0
-"""Time that readers have to release a file that a write needs, s. Then the spare file takes its place."""
+"""Time after which the spare file replaces a file that is needed for new weights but still read, s."""
 
 READ_DEADLINES = IDLE_DEADLINES - 2
-"""Longest time, in deadlines, that readers may delay a write if the spare file cannot be used. Then their
+"""Longest time, in deadlines, that readers may delay new weights if the spare file cannot be used. Then their
 node leader raises an error that names the node, before other ranks give up on the next round."""
 
 END_DEADLINES = 2
@@ -145,7 +145,7 @@ class MpiWorld:
     deadline: float
     """Longest wait for another rank, s."""
     node_split: Callable[[MPI.Intracomm], MPI.Intracomm]
-    """Function from a communicator to one of the ranks that share this rank's memory."""
+    """Function from a communicator to a smaller one, of those ranks that share this rank's memory."""
     hosts: tuple[str, ...] = ()
     """Host name of every world rank."""
     offset: int = 0
@@ -167,11 +167,10 @@ class MpiWorld:
         """Join the world, and check its size and roles against the config. Call it before slow imports.
 
         trainers, searchers: numbers of ranks in the config. deadline: longest wait for another rank, s.
-        work_deadline: longest wait once all ranks are set up, s; None: ``deadline``. node_split: function
-        from a communicator to one of the ranks that share this rank's memory. If MPI numbers the searchers
-        before the trainers, the launcher sets the environment variable TBA_SEARCHERS_FIRST to "1". Raises
-        ConfigError if size or role is wrong, and ExchangeError, which names the ranks, if some have not
-        joined in time.
+        work_deadline: longest wait once all ranks are set up, s; None: ``deadline``. node_split: as the
+        attribute. If MPI numbers the searchers before the trainers, the launcher sets the environment
+        variable TBA_SEARCHERS_FIRST to "1". Raises ConfigError if size or role is wrong, and ExchangeError,
+        which names the ranks, if some have not joined in time.
         """
         comm = MPI.COMM_WORLD
         _check_threads()
@@ -220,11 +219,11 @@ class MpiWorld:
 
     def send(self, message: np.ndarray, rank: int, tag: Tag) -> Pending:
         """Start to send an array; return rank and request for ``wait_for``."""
-        return rank, self.comm.Isend(message.view(np.uint8), self._place(rank), tag)
+        return rank, self.comm.Isend(message.view(np.uint8), self._rank_in_comm(rank), tag)
 
     def receive(self, out: np.ndarray, rank: int, tag: Tag) -> Pending:
         """Start to receive into an array; return rank and request for ``wait_for``."""
-        return rank, self.comm.Irecv(out.view(np.uint8), self._place(rank), tag)
+        return rank, self.comm.Irecv(out.view(np.uint8), self._rank_in_comm(rank), tag)
 
     def send_all(self, message: np.ndarray, tag: Tag, what: str) -> None:
         """Send ``message`` to every other rank, as the leader. Raises ExchangeError like ``wait_for``."""
@@ -232,7 +231,7 @@ class MpiWorld:
 
     def is_called(self, tag: Tag) -> bool:
         """Return whether a message of this kind from the leader waits to be received."""
-        return self.comm.Iprobe(self._place(LEADER), tag)
+        return self.comm.Iprobe(self._rank_in_comm(LEADER), tag)
 
     def missing(
         self, ranks: Iterable[int], what: str, remedy: str = _HANGS, *, seconds: float
@@ -257,8 +256,8 @@ class MpiWorld:
         """Wait for requests. Raises ExchangeError, which names the ranks that have not answered in time.
 
         what, remedy: as in ``missing``. seconds: longest wait; None: the deadline on the leader, and twice
-        the deadline on other ranks. So the leader gives up first, which knows all ranks and names the one
-        that is missing. pause, longest: first and longest pause between two checks, s.
+        the deadline on other ranks. So the leader gives up first: it alone hears from all ranks, and can name
+        the missing one. pause, longest: first and longest pause between two checks, s.
         """
         seconds = seconds or self.deadline * (1 if self.rank == LEADER else 2)
         end = time.monotonic() + seconds
@@ -268,7 +267,7 @@ class MpiWorld:
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
 
-    def _place(self, rank: int) -> int:
+    def _rank_in_comm(self, rank: int) -> int:
         """Return the rank in ``comm`` of a world rank."""
         return (rank + self.offset) % self.comm.size
 
@@ -289,7 +288,7 @@ class MpiWorld:
         text = np.frombuffer(msgspec.msgpack.encode(welcome), np.uint8)
         for message in (np.array([len(text)]), text):
             self.send_all(message, Tag.CONNECT, "did not take the layout of the weights")
-        return self._at_work(welcome)
+        return self._begin_work(welcome)
 
     def connect(self) -> tuple[NodeMemory, bytes]:
         """Tell the leader that this rank is set up; return the node's memory and the leader's ``progress``.
@@ -304,9 +303,9 @@ class MpiWorld:
         text = np.empty(int(size[0]), np.uint8)
         self.wait_for([hello, self.receive(text, LEADER, Tag.CONNECT)], what)
         welcome = msgspec.msgpack.decode(text.tobytes(), type=Welcome)
-        return self._at_work(welcome), welcome.progress
+        return self._begin_work(welcome), welcome.progress
 
-    def _at_work(self, welcome: Welcome) -> NodeMemory:
+    def _begin_work(self, welcome: Welcome) -> NodeMemory:
         """Return the node's memory, and apply ``work_deadline`` from now on, since all ranks are set up."""
         memory = NodeMemory(self, welcome.layout, welcome.bucket_bytes)
         self.deadline = self.work_deadline or self.deadline
@@ -332,8 +331,8 @@ class MpiWorld:
         table = np.zeros(self.comm.size, HOSTNAME)
         table[self.rank] = socket.gethostname()
         not_there = (
-            "it did not start, or not as configured; see the launcher's output, and if it only was slow, "
-            "raise launch.timeout_seconds"
+            "it did not start, or not as configured; see the launcher's output, or raise "
+            "launch.timeout_seconds if it was only slow"
         )
         if self.rank == LEADER:
             hellos = [self.receive(table[rank : rank + 1], rank, Tag.JOIN) for rank in self.peers]
@@ -352,7 +351,7 @@ class NodeMemory:
     All ranks of the world must call the constructor together. The lowest world rank of a node is its *node
     leader*. The files have no names: each rank of the node has them open, and they vanish with the last rank.
     Weights that a rank still reads are not overwritten: if it does not release them soon, a third file is
-    used.
+    used. Published weights have sequence numbers from 0.
     """
 
     def __init__(self, world: MpiWorld, layout: WeightLayout, bucket_bytes: int) -> None:
@@ -363,30 +362,30 @@ class NodeMemory:
         self._files, table = self._open()
         self._order, self._generations = table["order"][0], table["generations"][0]
         self._maps = [file.map("r+") for file in self._files]
-        self._crowded: float | None = None  # when readers began to delay the next write, monotonic clock
+        self._crowded: float | None = None  # when readers began to delay new weights, monotonic clock
         for place in self._order if world.role == "trainer" else ():
             self._maps[place][::PAGE].max(initial=0)  # take all page faults now, not while the trainer waits
 
-    def writable(self, write: int) -> np.ndarray:
-        """Return this node's memory for the write of that number, uint8 [layout.nbytes].
+    def writable(self, sequence: int) -> np.ndarray:
+        """Return this node's memory for the weights published as number ``sequence``, uint8 [layout.nbytes].
 
-        The write after the next one reuses it.
+        Weights ``sequence`` + 2 reuse this memory.
         """
         self._map_anew()
-        return self._map_of(write)
+        return self._map_of(sequence)
 
-    def reader(self, write: int) -> WeightFile:
-        """Return the weights of a write, for reading; they do not change while the returned object lives.
+    def reader(self, sequence: int) -> WeightFile:
+        """Return the weights of this sequence number, which stay unchanged while the returned object lives.
 
-        Call it before the node leader calls ``has_room(write + 2)``.
+        Call it before the node leader calls ``has_room(sequence + 2)``.
         """
-        place = self._order[write % 2]
+        place = self._order[sequence % 2]
         reader = self._files[place].reader()
         reader.generation = int(self._generations[place])
         return reader
 
-    def _map_of(self, write: int) -> np.ndarray:
-        return self._maps[self._order[write % 2]]
+    def _map_of(self, sequence: int) -> np.ndarray:
+        return self._maps[self._order[sequence % 2]]
 
     def _map_anew(self) -> None:
         """Map again the files that released their memory, so that CUDA forgets the old pages."""
@@ -395,16 +394,16 @@ class NodeMemory:
                 self._files[place].generation = generation
                 self._maps[place] = self._files[place].map("r+")
 
-    def has_room(self, write: int) -> bool:
-        """Return whether readers on this node allow the write of that number to begin.
+    def has_room(self, sequence: int) -> bool:
+        """Return whether the weights of this sequence number may be written: nobody reads what they replace.
 
-        Only the node leader checks this, and it must call this method until the answer is True. The method
-        also frees the memory of the spare file, or lets the spare take the place of a file that is read for
-        too long. Raises ExchangeError if readers have delayed the write for READ_DEADLINES deadlines.
+        Only the node leader finds out, and must call this method until the answer is True. The method also
+        frees the memory of the spare file, or lets the spare take the place of a file that is read for too
+        long. Raises ExchangeError if readers have delayed new weights for READ_DEADLINES deadlines.
         """
         if self._node.rank != 0:
             return True
-        place, spare = self._order[write % 2], sum(range(FILES)) - self._order.sum()
+        place, spare = self._order[sequence % 2], sum(range(FILES)) - self._order.sum()
         spare_is_read = self._files[spare].has_readers
         if not spare_is_read:
             self._files[spare].give_back()
@@ -419,11 +418,11 @@ class NodeMemory:
             return False
         self._map_anew()
         self._maps[spare][::PAGE].max(initial=0)
-        self._order[write % 2], self._crowded = spare, None
+        self._order[sequence % 2], self._crowded = spare, None
         return True
 
     def _gets_memory(self, spare: int) -> bool:
-        """Allocate memory for a third copy of the weights, in the spare file; return if it succeeded."""
+        """Allocate memory in the spare file for a third copy of the weights; return whether this succeeds."""
         if shutil.disk_usage(SHARED_MEMORY).free < self.layout.nbytes:
             return False
         with suppress(OSError):  # another process has taken the memory
@@ -432,7 +431,7 @@ class NodeMemory:
         return False
 
     def _refuse_readers(self, seconds: float, *, spare_is_read: bool) -> None:
-        """Raise ExchangeError if readers have delayed the next write for READ_DEADLINES deadlines."""
+        """Raise ExchangeError if readers have delayed new weights for READ_DEADLINES deadlines."""
         longest = READ_DEADLINES * self._world.deadline
         if seconds <= longest:
             return
@@ -441,15 +440,18 @@ class NodeMemory:
             why, remedy = "another rank there has read older ones", ""
         raise ExchangeError(
             f"a rank on {socket.gethostname()} has read old weights for {longest:g} s, and {why}: it hangs, "
-            f"or evaluates for longer; see the logs of the ranks there, and {remedy}raise "
+            f"or its evaluation takes longer; see the logs of the ranks there, and {remedy}raise "
             "launch.timeout_seconds"
         )
 
-    def spread(self, write: int) -> None:
-        """Copy the weights from the trainers' nodes, where they were written, into this node's memory."""
+    def spread(self, sequence: int) -> None:
+        """Copy the weights of this sequence number from the trainers' nodes into this node's memory.
+
+        All ranks of the world must call it. Raises ExchangeError if the others do not in time.
+        """
         empty = np.empty(0, np.uint8)
         if self._node.rank == 0:
-            self._broadcast(write)
+            self._broadcast(sequence)
             to_all = [self._node.Isend(empty, rank, Tag.ARRIVED) for rank in range(1, self._node.size)]
             sends = [(self._world.rank, send) for send in to_all]
             self._world.wait_for(sends, "could not tell its node that the weights have arrived")
@@ -505,12 +507,9 @@ class NodeMemory:
 
     # --- Between nodes ---
 
-    def _broadcast(self, write: int) -> None:
-        """Broadcast the weights of one write between node leaders, in buckets. On one node, do nothing.
-
-        write: number of the write.
-        """
-        weights = self._map_of(write)
+    def _broadcast(self, sequence: int) -> None:
+        """Broadcast weights between node leaders, in buckets. With a single node, do nothing."""
+        weights = self._map_of(sequence)
         under_way: deque[Pending] = deque()
         for start, end, root in self._buckets:
             if len(under_way) == BUCKETS_IN_FLIGHT:

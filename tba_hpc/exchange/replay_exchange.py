@@ -21,9 +21,10 @@ from tba_hpc.run.history import History, whole
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Shards that arrived together, before the optimizer step ``step``.
+    """Shards that arrived together.
 
-    sync: version of the newest weights published by then. revision: revision of the buffer after the merge.
+    step: number of optimizer steps done by then. sync: version of the newest weights published by then.
+    revision: revision of the buffer after the merge.
     """
 
     step: int
@@ -36,8 +37,8 @@ class Arrival:
 class Recording:
     """Arrivals of shards and publications of weights in a run, without those that a resume has undone.
 
-    arrivals: in order. published: versions of the published weights; None: of all that were due. steps:
-    number of optimizer steps done.
+    arrivals: in order. published: versions of the weights that were published; None: a replay publishes
+    whenever it is due. steps: number of optimizer steps done.
     """
 
     arrivals: tuple[Arrival, ...]
@@ -67,17 +68,17 @@ class Recording:
         return replace(self, arrivals=(Arrival(0, 0, 1, keys),))
 
     def only(self, there: Iterable[ShardKey]) -> Recording:
-        """Return a recording without shards that are not in ``there``."""
+        """Return a recording of only the shards in ``there``."""
         known = set(there)
         left = (replace(one, shards=tuple(k for k in one.shards if k in known)) for one in self.arrivals)
         return replace(self, arrivals=tuple(one for one in left if one.shards))
 
 
 class RecordedShards:
-    """Function that reads a run's shards, where these still exist: in RUN/shards or RUN/kept.
+    """Reader of a run's shards that still exist, in RUN/shards or RUN/kept: call it with a shard's key.
 
-    places: the file of each shard. behaviour: replace each trajectory's recorded reference by the policy that
-    sampled it.
+    places: path of each such shard, by key. behaviour: whether to replace each trajectory's recorded
+    reference by the policy that sampled it.
     """
 
     def __init__(self, run: RunDir, *, behaviour: bool = False) -> None:
@@ -93,7 +94,7 @@ class RecordedShards:
             kept = self._run.kept_file(*key)
             if not kept.exists():
                 raise ShardError(
-                    f"{self.places[key]} was deleted, as its run is at work: record with "
+                    f"{self.places[key]} was deleted, because its run is still at work: record with "
                     "exchange.keep_shards=1"
                 ) from None
             shard = read_shard(kept)
@@ -113,7 +114,7 @@ class ReplayExchange:
     If the trainer waits for more shards than had arrived at that step, perhaps because its config differs,
     the next arrival comes early. If it waits and no arrival is left, ``stop_requested`` is True. read:
     function that returns a shard. cursors: index of the first shard of each searcher that no earlier attempt
-    merged. step: function that returns the trainer's optimizer step.
+    merged. step: function that returns how many optimizer steps the trainer has done.
     """
 
     def __init__(
@@ -133,9 +134,9 @@ class ReplayExchange:
         self._step = step
 
     def publish(self, publication: Publication, write: Write) -> bool:
-        """Note that weights are published, which nobody receives.
+        """Note the version that is published; nobody receives the weights.
 
-        Returns False if the recorded run did not publish this version, but a later one.
+        Returns False if the recorded run went on beyond this version without publishing it.
         """
         version = publication.version
         if self._published is not None and version < self._steps and version not in self._published:

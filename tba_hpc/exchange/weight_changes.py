@@ -4,7 +4,7 @@ Weights are compared as *words* of 16 bits, whatever their dtype. In bfloat16 a 
 optimizer step at a learning rate of 1e-6 changes about one number in a hundred. In float32 a word is half a
 number, and nearly every lower half changes.
 
-A buffer of weights has B blocks of 256 words. All changes are one uint8 array, in which n changed words have:
+A buffer of weights has B blocks of 256 words. The changes of n words are one uint8 array of three parts:
 
     counts   uint16 [B]   number of changed words in each block
     values   uint16 [n]   new bits of each changed word
@@ -36,8 +36,8 @@ MOST = 0.25
 """Maximum size of changes, as a share of the size of the weights. Beyond it, whole weights are published."""
 
 LONGEST_CHAIN, HEAVIEST_CHAIN = 32, 0.5
-"""Limits on the changes in one chain, all of which a searcher that joins must read: their number, and their
-total size as a share of the size of the weights."""
+"""Limits on a chain, which a searcher that joins must read in full: the number of its files of changes, and
+their total size as a share of the size of the weights."""
 
 THREADS = min(4, len(os.sched_getaffinity(0)))
 """Number of threads that compare weights in parallel; numpy releases Python's lock meanwhile."""
@@ -59,8 +59,8 @@ class DeltaMemory:
     def changes(self) -> np.ndarray | None:
         """Return the changes from the last to the incoming weights; None if these are to be published whole.
 
-        They are if they are the first or float32, if too much has changed, or if the chain has reached a
-        limit.
+        First weights and float32 weights are published whole; so are others if too much has changed, or if
+        the chain has reached a limit.
         """
         if self._last is None or self._sizes is None or len(self._sizes) == LONGEST_CHAIN:
             return None
@@ -70,7 +70,7 @@ class DeltaMemory:
         return changes
 
     def keep(self, changes: np.ndarray | None) -> None:
-        """Make the incoming weights, now published, the last ones; ``incoming`` may become another array.
+        """Note that the incoming weights have been published; ``incoming`` may become another array.
 
         changes: the changes that were published; None if the weights were published whole.
         """
@@ -80,9 +80,9 @@ class DeltaMemory:
 
 
 def find_changes(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
-    """Return the changes, uint8, from ``old`` to ``new``, both uint8 [nbytes]; None if they are too many.
+    """Return the changes, uint8, from ``old`` to ``new``, both uint8 [nbytes]; None if they exceed MOST.
 
-    Samples are compared first, so that it is cheap to find that everything has changed.
+    Samples are compared first, because that soon shows if everything has changed.
     """
     new, old = new.view(np.uint16), old.view(np.uint16)
     most = MOST * WORD * len(new)
@@ -100,8 +100,7 @@ def find_changes(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
 def apply_changes(changes: np.ndarray, out: np.ndarray) -> None:
     """Apply ``changes`` to ``out``, uint8 [nbytes], in place.
 
-    Raises ValueError if the sizes show that these are not changes of such weights; ``out`` then stays as it
-    is.
+    Raises ValueError, and leaves ``out`` as it is, if the sizes do not fit each other.
     """
     words = out.view(np.uint16)
     rest = len(changes) - BYTES_PER_BLOCK * _blocks(len(words))
