@@ -63,9 +63,9 @@ def check(config: Config, *, try_rewards: bool = False) -> None:
 
 
 def warn_of_control_tokens(task: Rows[Any], tokenizer: FileTokenizer) -> None:
-    """Log a warning if the text of training rows contains special tokens, which the model would obey.
+    """Log a warning if the text of training rows contains special tokens, which may end a message early.
 
-    For example, one could end a message early. Special tokens that all prompts contain are ignored, since
+    Special tokens that all prompts contain are ignored, since
     they come from the task's template.
     """
 

@@ -38,7 +38,7 @@ NODES = 2
 """Number of nodes of a trial: one trains, one searches."""
 
 PROMPTS = 840
-"""Value of train.prompts_per_step. Any likely number of ranks divides it, and no step is taken."""
+"""Value of train.prompts_per_step: a multiple of any likely number of ranks. No step is taken."""
 
 SHORT = {"time": "10", "signal_seconds": 60, "relaunches": 0}
 """Site keys of a trial. Short jobs start sooner, and one start is enough."""
@@ -89,7 +89,7 @@ def prepare(
 ) -> tuple[Config, Plan, str]:
     """Return the config, plan and batch script of a trial.
 
-    root: folder of runs. model: path or name of the policy that nodes look for; None for none. lay_out:
+    root: folder of runs. model: path or name of the policy that nodes look for, or None. lay_out:
     chooses the nodes that each component of a het job may get; None leaves that to Slurm.
     """
     tree: dict[str, dict[str, object]] = {
