@@ -103,7 +103,10 @@ def check_compiler(facts: Facts) -> Iterator[Finding]:
 
 
 def judge_compiler(environment: Mapping[str, str], include: Path) -> Iterator[Finding]:
-    """Check for a C compiler and Python.h, which Triton needs. include: folder of this Python's headers."""
+    """Check for a C compiler, by CC and PATH of ``environment``, and for Python.h. Triton needs both.
+
+    include: folder of this Python's headers.
+    """
     path = environment.get("PATH", os.defpath)
     found = environment.get("CC") or shutil.which("gcc", path=path) or shutil.which("clang", path=path)
     if not found:
@@ -485,7 +488,7 @@ def judge_network(speeds: Mapping[str, int], chosen: str | None) -> Finding:
         return problem(NETWORK, found, f"set network_interface: {best} in the site file")
     if chosen or len(names) == 1:
         return ok(NETWORK, chosen or f"{best}, the only one")
-    why = "made for MPI" if FAST.match(best) else "the fastest" if speeds[best] else "the first by name"
+    why = "fast by its name" if FAST.match(best) else "the fastest" if speeds[best] else "the first by name"
     return warning(
         NETWORK,
         f"{', '.join(names)}: libraries may not choose {best}, which is {why}",

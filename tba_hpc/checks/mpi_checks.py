@@ -54,7 +54,7 @@ def check_library(facts: Facts) -> Iterator[Finding]:
     if site.mpi_library == SITE and library.own:
         yield warning(
             LIBRARY,
-            f"mpi_library: site, but ranks find the libmpi that pip installed first: {found}",
+            f"mpi_library: site, but the first one that ranks find is the libmpi that pip installed: {found}",
             "load the module of your cluster's MPI (modules), or give the path: mpi_library: /…/libmpi.so",
         )
     elif site.mpi_library == WHEEL and library.own and modules:

@@ -75,7 +75,7 @@ def missing(config: Config, environment: Mapping[str, str], *, of_custom_task: b
 
 
 def missing_sentence(absent: Iterable[Resource], environment: Mapping[str, str]) -> str:
-    """Return a sentence, without a remedy, about resources that are ``missing``."""
+    """Return a sentence, without a remedy, about resources that ``missing`` has returned."""
     names = " and ".join(map(str, absent))
     return (
         f"{hub_home(environment)} (HF_HOME), where ranks look, has no complete copy of {names}, and "

@@ -19,9 +19,9 @@ def refuse_index(config: Config, role: Role, index: int | None) -> None:
     """Raise ConfigError if ``index`` is not the index of a rank of this role. None is always accepted."""
     ranks = config.launch.trainers if role == "trainer" else config.launch.searchers
     if index is not None and not 0 <= index < ranks:
+        remedy = f"use an index from 0 to {ranks - 1}" if ranks else "leave out --index"
         raise ConfigError(
-            f"--index {index} is no {role} of this run, which has launch.{role}s={ranks}: use an index from "
-            f"0 to {ranks - 1}"
+            f"--index {index} is no {role} of this run, which has launch.{role}s={ranks}: {remedy}"
         )
 
 

@@ -338,9 +338,9 @@ def plan(
 ) -> Plan:
     """Split the nodes of a job between the roles: ``trainer_nodes`` train, the rest search.
 
-    nodes: a single node is shared by both roles. trainer_nodes: None means one node in four, as in the paper.
-    It may equal ``nodes`` if elastic searchers can join (launch.elastic). homogeneous: use one allocation
-    even if the site has het jobs. Raises ConfigError for an impossible split.
+    nodes: number of nodes; both roles share a single one. trainer_nodes: None means one node in four, as in
+    the paper. It may equal ``nodes`` if elastic searchers can join (launch.elastic). homogeneous: use one
+    allocation even if the site has het jobs. Raises ConfigError for an impossible split.
     """
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes} is too few: ask for at least 1")
