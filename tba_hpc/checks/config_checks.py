@@ -1,4 +1,4 @@
-"""Checks of a config: of its files, models and data, its task, its learning rate, and what has no effect."""
+"""Checks of a config: its files, models, data, task and learning rate, and settings without effect."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def separate_nodes(plan: Plan, site: Site) -> Plan:
     """Return the plan, with the nodes that each component of a het job must exclude.
 
     The plan is returned unchanged for one allocation, if the site's sbatch_options choose nodes, or if sinfo
-    lists too few. Raises ConfigError if no division of the nodes leaves enough for both components, and
+    lists too few nodes. Raises ConfigError if no division of the nodes leaves enough for both components, and
     SlurmError if Slurm does not answer.
     """
     if plan.form != "het" or any(map(CHOOSES_NODES.match, site.sbatch_options)):

@@ -138,8 +138,8 @@ def refuse_other_mpiexec(mpiexec: Path) -> str:
 def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment of ranks on this machine.
 
-    memory: folder for MPI's files. base: variables to add to; those that the user has set are kept, such as
-    OMP_NUM_THREADS, which is 1 by default.
+    memory: folder for MPI's files. base: variables that are passed on. They override the defaults set here,
+    such as OMP_NUM_THREADS=1.
     """
     ours = {
         **mpi_library.one_machine(base),

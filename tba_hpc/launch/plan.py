@@ -50,7 +50,7 @@ class Container(Section):
 
     runtime: Runtime = "apptainer"
     """Runtime that starts programs in the container. ``pyxis`` adds options to srun. ``plain`` puts the words
-    of ``arguments`` before each command. The others put their own command before it."""
+    of ``arguments`` before each command. The other runtimes put their own command there."""
     image: str | None = Field(None, min_length=1)
     """Path of the image, which every node must be able to read, or its name if the runtime knows images by
     name. Not with ``plain``."""

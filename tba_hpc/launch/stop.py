@@ -70,9 +70,9 @@ def cancel(run: RunDir) -> str:
 
 
 def await_end(run: RunDir, *, seconds: float) -> str:
-    """Wait until no process and no job runs the run; return a sentence on how it ended, "" if none ran it.
+    """Wait until nothing is at work on the run; return a sentence on how it ended, "" if nothing was.
 
-    Raises LaunchError with the name of the process or job that still runs it after ``seconds``.
+    Raises LaunchError with the name of the process or job that is still at work after ``seconds``.
     """
     end, pause, waited = time.monotonic() + seconds, STOP_CHECK_SECONDS, False
     while who := at_work(run):
