@@ -46,7 +46,7 @@ def test_templates_of_known_families_raise_no_warning_where_their_end_is_one(fam
     other = next(end for end in END.values() if end != END[family])
     (sentence,) = said(FAMILIES[family], other)
     number = int(make_tokenizer("", FAMILIES[family]).encode_rendered(END[family])[0])
-    assert sentence.startswith(f"has '{END[family]}' after an answer, where no completion ends (the engine")
+    assert sentence.startswith(f"has '{END[family]}' after an answer, and the engine ends no")
     assert f"add {number} to eos_token_id in its generation_config.json, or set generator.stop=[" in sentence
 
 
@@ -67,7 +67,7 @@ def test_a_stop_string_ends_completions_too() -> None:
         (SHORT, None),  # an answer has no head
         (
             BLANK,
-            "has nothing after an answer, where .* set a chat_template in its tokenizer_config.json",
+            "has nothing after an answer, and .* set a chat_template in its tokenizer_config.json",
         ),
     ],
 )
@@ -95,7 +95,7 @@ def test_doctor_and_run_tell_it_of_tasks_with_chats(tmp_path: Path) -> None:
 
     (sentence,) = warnings(chat=True)
     assert sentence.startswith(f"the chat template of model.path={model} has '<|im_end|>' after an answer")
-    assert "ends them at the tokens 0, 1, 2)" in sentence
+    assert "only at the tokens 0, 1, 2:" in sentence
     assert warnings(chat=False) == []
     end = int(make_tokenizer("hermes").encode_rendered("<|im_end|>")[0])
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, end]}))

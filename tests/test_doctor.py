@@ -571,7 +571,7 @@ def test_a_trial_that_fails_says_why(line: str, note: str, name: str, words: str
     (run.path / "slurm/job-1.log").write_text(f"[2026-11-24 job 1 restart 0] {line}\n")
     if note:
         write_note(run, "trainer", 0, note, "refused")
-    (finding,) = trial.verdict(run, Site(), split, [], joined=False)
+    (finding,) = trial.verdict(run, Site(), split, [], exchanged=False)
     assert (finding.name, finding.level) == (name, "problem") and words in finding.sentence
 
 

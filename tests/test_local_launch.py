@@ -488,7 +488,7 @@ def test_where_a_late_rank_hangs_is_told(tmp_path: Path) -> None:
     assert code == Exit.NO_PROGRESS
     asked, late, sleeping, called = err.splitlines()[:4]
     assert asked == "searcher 0 did not answer in round 3"
-    assert late == "searcher-0000 reached no safe point in time; its calls then, innermost first:"
+    assert late == "searcher-0000 reached no safe point in time; its stack then, innermost call first:"
     assert "in hang_here" in sleeping and "player.py" in called
 
 

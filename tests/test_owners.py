@@ -450,6 +450,9 @@ def test_a_rank_that_the_run_does_not_have_is_refused(run: RunDir) -> None:
             refuse_index(config, "searcher", index)
     with pytest.raises(ConfigError, match="--index 1 is no trainer"):
         refuse_index(config, "trainer", 1)
+    nobody = parse_config({"model": {"path": "tiny"}, "launch": {"searchers": 0, "elastic": 1}})
+    with pytest.raises(ConfigError, match=r"searchers=0: leave out --index$"):
+        refuse_index(nobody, "searcher", 0)
 
 
 def test_a_rank_that_was_frozen_writes_no_record_beside_its_successor(

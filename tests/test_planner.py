@@ -306,7 +306,7 @@ def test_a_shared_gpu_wants_a_cache_of_a_given_size() -> None:
     (problem,) = estimate(load_config(path, ["generator.kv_cache_mb=null"]), gpu, gpus=1).problems
     assert problem.endswith("set generator.kv_cache_mb")
     (problem,) = estimate(load_config(path, ["generator.gpu_memory_utilization=0.85"]), gpu, gpus=1).problems
-    assert "vLLM needs 67.2 GiB free (generator.gpu_memory_utilization)" in problem
+    assert "vLLM needs 67.2 GiB free" in problem and "lower generator.gpu_memory_utilization" in problem
 
 
 def test_tensor_parallelism_splits_the_engine_and_leaves_the_reference_whole() -> None:
@@ -373,11 +373,11 @@ def test_advice_never_shrinks_a_cache_that_is_too_small() -> None:
     small = ("generator.gpu_memory_utilization=0.45", "train.tokens_per_micro_batch=4096")
     assert _advice(*small, "train.reference.scored_by=trainer") == [
         f"a trainer takes less with more launch.trainers, {OFFLOAD} or model.lora",
-        "a KV cache holds a sequence with a larger generator.gpu_memory_utilization, more GPUs for an engine "
-        "(generator.tensor_parallel) or a smaller model.context_length",
+        "a sequence fits into the KV cache with a larger generator.gpu_memory_utilization, more GPUs for an "
+        "engine (generator.tensor_parallel) or a smaller model.context_length",
     ]
     assert _advice("generator.kv_cache_mb=160", gpu="h100-80") == [
-        "a KV cache holds a sequence with a larger generator.kv_cache_mb, more GPUs for an engine "
+        "a sequence fits into the KV cache with a larger generator.kv_cache_mb, more GPUs for an engine "
         "(generator.tensor_parallel) or a smaller model.context_length"
     ]
     assert _advice("generator.kv_cache_mb=160", gpu="l4-24")[1] == (

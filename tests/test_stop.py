@@ -111,7 +111,7 @@ def test_cancel_ends_a_run_here_at_once(run: RunDir, launched: list[Launched]) -
     launched.append(up(run, "wait"))
     ranks = launched[0].pids()
     said = stop.cancel(run)
-    nothing = "nothing sealed is lost, and it starts from step 0, as it has no checkpoint yet"
+    nothing = "nothing sealed is lost, and the run starts from step 0, as it has no checkpoint yet"
     assert said.endswith(f"{nothing}: tba run {run.path}")
     assert stop.at_work(run) is None and alive(ranks) == []
     assert events(run)[-1] == "aborted"

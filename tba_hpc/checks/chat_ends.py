@@ -24,7 +24,7 @@ def is_chat(config: Config) -> bool:
 
 
 def look_at_chat(config: Config, tokenizer: ChatTokenizer) -> Iterator[str]:
-    """Yield a sentence about each problem of the chat template.
+    """Yield a sentence about each problem with the chat template of the config's model.
 
     Raises ConfigError if the template rejects messages of a user and an assistant.
     """
@@ -37,14 +37,14 @@ def look_at_chat(config: Config, tokenizer: ChatTokenizer) -> Iterator[str]:
 def odd_ends(
     tokenizer: ChatTokenizer, ends: Collection[int], stop: Collection[str], options: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the predicate of a sentence about each problem of a chat template.
+    """Yield each problem with a chat template, as a phrase that follows "the chat template".
 
-    A completion must end: after an answer, the template must have a token of ``ends`` or a text of ``stop``,
-    or begin the next message with one. A prompt must lead to an answer: the template must obey
-    add_generation_prompt. A template that omits answers is not judged.
+    Two things are checked. After an answer, before the text of any next message, the template must put a
+    token of ``ends`` or a text of ``stop``, or completions never end. The template must also obey
+    add_generation_prompt. Templates that omit answers pass.
 
     ends: ids of the tokens at which the engine ends completions. stop: texts at which it ends them. options:
-    variables of the template.
+    additional variables for the template.
     """
 
     def shown(*messages: Message, ask: bool = False) -> str:
@@ -67,12 +67,12 @@ def odd_ends(
 
 
 def _endless(tokenizer: ChatTokenizer, end: str, ends: Collection[int]) -> str:
-    """Return the predicate of a sentence about ``end``, a text after answers at which no completion ends."""
+    """Return the problem that no completion ends at ``end``, the template's text after an answer, or ""."""
     tokens, stop = tokenizer.encode_rendered(end).tolist(), f"set generator.stop={[end]}"
     known = f"add {tokens[0]} to eos_token_id in its generation_config.json, or " if len(tokens) == 1 else ""
     remedy = known + stop if end else "set a chat_template in its tokenizer_config.json that ends messages"
     return (
-        f"has {repr(end) if end else 'nothing'} after an answer, where no completion ends (the engine ends "
-        f"them at the tokens {', '.join(map(str, sorted(ends)))}): unless the model was trained to end them "
-        f"otherwise, {remedy}"
+        f"has {repr(end) if end else 'nothing'} after an answer, and the engine ends no completion there, "
+        f"only at the tokens {', '.join(map(str, sorted(ends)))}: unless the model was trained to end "
+        f"completions otherwise, {remedy}"
     )

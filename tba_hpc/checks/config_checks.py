@@ -1,4 +1,4 @@
-"""Checks of a config: of its files, models and data, its task, its learning rate, and what has no effect."""
+"""Checks of a config: its files, models, data, task and learning rate, and settings without effect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MADE_BY = {
 def check_files(facts: Facts) -> Iterator[Finding]:
     """Check that the local files that the config names exist on this machine.
 
-    Files that only the options of a user's own task name are not checked. Raises ConfigError for a bad task.
+    Files named in the options of a user's own task are not checked. Raises ConfigError for a bad task.
     """
     if facts.config is None or facts.in_container:
         return
@@ -148,16 +148,15 @@ def check_chat_template(facts: Facts) -> Iterator[Finding]:
             yield warning("chat template", f"not usable for environments with {kind}: {error}", "")
         else:
             thoughts = (
-                "; it would drop earlier thoughts, which are kept here" if chat.drops_thoughts(role) else ""
+                "; earlier thoughts, which it would drop, are kept" if chat.drops_thoughts(role) else ""
             )
             yield ok("chat template", f"for environments with {kind}: new messages are appended{thoughts}")
 
 
 def check_task(facts: Facts) -> Iterator[Finding]:
-    """Check that the ranks will accept the task, for at most ``facts.seconds``.
+    """Check that the ranks will accept the task. The check is given up after ``facts.seconds``.
 
-    The check runs in a process of its own (``task_check.py``), since it runs the user's code. It uses a copy
-    of this code, as a run does.
+    It runs in a process of its own (``task_check.py``), on a copy of the user's code, as a run does.
     """
     if facts.config is None or facts.in_container:
         return

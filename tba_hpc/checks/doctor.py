@@ -42,7 +42,7 @@ SLURM = "Slurm"
 
 
 def examine(site: Site | None, root: Path, model: str | None, *, seconds: float | None) -> list[Finding]:
-    """Return all findings.
+    """Return the findings that ``tba doctor`` reports.
 
     site: cluster to check. None checks this machine or, if it has Slurm, its cluster without a site file.
     root: folder of runs. model: path or name of the policy, or None to check no model. seconds: longest wait
@@ -115,7 +115,7 @@ def _check_request(site: Site, root: Path) -> Finding:
 def _seen_from_nodes(here: Sequence[Finding], there: Sequence[Finding]) -> list[Finding]:
     """Join the findings of the login node with those of a trial job's nodes.
 
-    On the MPI library and the file system, only the nodes' findings are kept.
+    What the nodes found about the MPI library and the file system replaces what the login node found.
     """
     known = {finding.name for finding in there}
     joined = any(finding.name == trial.TITLE and finding.level == "ok" for finding in there)

@@ -20,7 +20,7 @@ from tba_hpc.run.slurm_queue import ask, fields
 Level = Literal["ok", "warning", "problem"]
 
 NO_SITE = Site(gpus_per_node=0, time="5", signal_seconds=60)
-"""Site that stands in where there is none: for this machine, or for a cluster without a site file."""
+"""Placeholder for a site: for this machine, or for a cluster without a site file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,17 @@ class Finding:
 
 
 def ok(name: str, found: str) -> Finding:
-    """Make a finding that needs no action."""
+    """Return a finding with level "ok"."""
     return Finding(name, "ok", found)
 
 
 def warning(name: str, found: str, remedy: str) -> Finding:
-    """Make a finding about a run that may fail or lose something."""
+    """Return a finding with level "warning": a run may fail or lose something."""
     return Finding(name, "warning", found, remedy)
 
 
 def problem(name: str, found: str, remedy: str) -> Finding:
-    """Make a finding about a run that would fail."""
+    """Return a finding with level "problem": a run would fail."""
     return Finding(name, "problem", found, remedy)
 
 
@@ -101,7 +101,7 @@ class SlurmFacts:
         return next((p for p in self.partitions.values() if p.get("Default") == "YES"), None)
 
     def used(self, site: Site) -> tuple[Mapping[str, str], ...]:
-        """Return the fields of each partition that a job on ``site`` would use, as ``scontrol`` names them.
+        """Return the fields of each partition that a job on ``site`` would use.
 
         A role without a partition uses Slurm's default one. Partitions that do not exist are left out,
         because Slurm itself refuses a job that names one.
@@ -137,7 +137,7 @@ class Facts:
     no_library: str = ""
     """Reason why no MPI library can be loaded."""
     job: Mapping[str, str] = field(default_factory=dict)
-    """Fields of a job that Slurm has accepted."""
+    """Fields of a job that Slurm has accepted, as ``scontrol show job`` names them."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """Environment variables of the ranks."""
     python: str = sys.executable
@@ -172,7 +172,7 @@ Check = Callable[[Facts], Iterable[Finding]]
 def judge(checks: Iterable[Check], facts: Facts) -> Iterator[Finding]:
     """Run the checks one after another and yield their findings.
 
-    A ConfigError of a check is raised. Any other error of a check becomes a warning.
+    A check's ConfigError is raised. Any other error becomes a warning that the check failed.
     """
     for check in checks:
         try:

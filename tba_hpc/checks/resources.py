@@ -42,9 +42,9 @@ def is_here(resource: Resource) -> bool:
 
 
 def place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
-    """Return the path of a resource on this machine; None if it is missing or incomplete, by its file names.
+    """Return the path of a resource on this machine; None if files of it are missing.
 
-    environment: environment variables of the processes that will load it; those named HF_… matter.
+    environment: environment variables of the processes that will load it.
     """
     if resource.kind == "data set":
         return _data_place(resource, environment)
@@ -63,11 +63,10 @@ def find_file(model: str, name: str, environment: Mapping[str, str]) -> Path | N
 
 
 def missing(config: Config, environment: Mapping[str, str], *, of_custom_task: bool = True) -> list[Resource]:
-    """Return the resources on the hub that a config names and that the ranks could not load.
+    """Return the hub's resources that a config names, but that the ranks could not load.
 
-    These are the ones outside the cache, if ``environment`` forbids access to the hub. The list is also empty
-    if the path of the cache contains variables that only the nodes know. of_custom_task: as for
-    ``resources``.
+    If ``environment`` forbids access to the hub, these are the resources that the cache lacks. Otherwise, or
+    if only the nodes know the path of the cache, the list is empty. of_custom_task: as for ``resources``.
     """
     if not is_offline(environment) or "$" in str(hub_cache(environment)):
         return []
@@ -76,7 +75,7 @@ def missing(config: Config, environment: Mapping[str, str], *, of_custom_task: b
 
 
 def missing_sentence(absent: Iterable[Resource], environment: Mapping[str, str]) -> str:
-    """Return a sentence, without a remedy, about resources that are ``missing``."""
+    """Return a sentence, without a remedy, about resources that ``missing`` has returned."""
     names = " and ".join(map(str, absent))
     return (
         f"{hub_home(environment)} (HF_HOME), where ranks look, has no complete copy of {names}, and "
@@ -127,7 +126,7 @@ def _has_weights(folder: Path) -> bool:
 def _data_place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
     """Return the folder of a prepared data set in the cache, or None.
 
-    Names are compared without capitals and underscores, since the library changes both.
+    Capitals and underscores in names are ignored, since the datasets library changes them.
     """
     owner, _, title = resource.name.rpartition("/")
     for folder in data_cache(environment).glob(f"{owner}___*" if owner else "*"):

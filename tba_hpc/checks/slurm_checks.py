@@ -12,7 +12,7 @@ from tba_hpc.run.slurm_queue import mebibytes
 
 
 def check_mpi_plugin(facts: Facts) -> Iterator[Finding]:
-    """Check that srun has the plugin of the site key mpi, and that it fits the ranks' MPI library."""
+    """Check that srun has the plugin that the site key mpi names, and that it fits the ranks' MPI library."""
     asked, site, title = facts.slurm, facts.site, "MPI plugin"
     if asked is None or (facts.config and not facts.config.one_world):
         return
@@ -89,7 +89,7 @@ def check_requeue(facts: Facts) -> Iterator[Finding]:
         yield warning(
             "requeue",
             "JobRequeue=0: only jobs submitted with --requeue may requeue, and some sites forbid this option",
-            "our jobs are; if 'scontrol show job' still says Requeue=0, set requeue: false in the site file "
+            "tba uses it; if 'scontrol show job' still says Requeue=0, set requeue: false in the site file "
             "and submit again after each stop",
         )
     else:
@@ -97,7 +97,7 @@ def check_requeue(facts: Facts) -> Iterator[Finding]:
 
 
 def check_job_requeue(facts: Facts) -> Iterator[Finding]:
-    """Check that a submitted job may be requeued, as it has requested."""
+    """Check that Slurm lets a submitted job requeue itself, if the job requested it."""
     if facts.site.requeue and facts.job.get("Requeue") == "0":
         yield warning(
             "requeue",

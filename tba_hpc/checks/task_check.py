@@ -42,7 +42,7 @@ def check(config: Config, *, try_rewards: bool = False) -> None:
     """Load the task and check all its prompts. Raises ConfigError for the first problem.
 
     try_rewards: whether to call each judge and each reward function of the task once, and to check that this
-    machine can start the task's programs. This makes sense only if the ranks will run on this machine.
+    machine can start the task's programs. Set it only if the ranks will run on this machine.
     """
     _require_folder(config.model.path)
     if isinstance(config.train.objective, OwnObjective) and find_spec("torch"):  # its module may import torch
@@ -63,9 +63,9 @@ def check(config: Config, *, try_rewards: bool = False) -> None:
 
 
 def warn_of_control_tokens(task: Rows[Any], tokenizer: FileTokenizer) -> None:
-    """Log a warning if the text of training rows contains special tokens, which the model would obey.
+    """Log a warning if the text of training rows contains special tokens, which may end a message early.
 
-    For example, one could end a message early. Special tokens that all prompts contain are ignored, since
+    Special tokens that all prompts contain are ignored, since
     they come from the task's template.
     """
 

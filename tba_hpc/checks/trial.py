@@ -38,7 +38,7 @@ NODES = 2
 """Number of nodes of a trial: one trains, one searches."""
 
 PROMPTS = 840
-"""Value of train.prompts_per_step. Any likely number of ranks divides it, and no step is taken."""
+"""Value of train.prompts_per_step: a multiple of any likely number of ranks. No step is taken."""
 
 SHORT = {"time": "10", "signal_seconds": 60, "relaunches": 0}
 """Site keys of a trial. Short jobs start sooner, and one start is enough."""
@@ -89,7 +89,7 @@ def prepare(
 ) -> tuple[Config, Plan, str]:
     """Return the config, plan and batch script of a trial.
 
-    root: folder of runs. model: path or name of the policy that nodes look for; None for none. lay_out:
+    root: folder of runs. model: path or name of the policy that nodes look for, or None. lay_out:
     chooses the nodes that each component of a het job may get; None leaves that to Slurm.
     """
     tree: dict[str, dict[str, object]] = {
@@ -141,7 +141,7 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
     }
     world = left.pop(WORLD, None)
     stamps = {file.name.removeprefix("clock-"): file.stat().st_mtime for file in run.attempt.glob("clock-*")}
-    findings = late or verdict(run, site, split, sorted(left), joined=world is not None)
+    findings = late or verdict(run, site, split, sorted(left), exchanged=world is not None)
     if findings[0].level == "warning" or run.finished:  # otherwise the user needs its logs
         shutil.rmtree(run.path)
     return [
@@ -201,10 +201,10 @@ def _too_late(job: str, state: str, seconds: float) -> Finding:
     return problem(TITLE, found, "a node or the network may be faulty: try other nodes")
 
 
-def verdict(run: RunDir, site: Site, split: Plan, hosts: Sequence[str], *, joined: bool) -> list[Finding]:
+def verdict(run: RunDir, site: Site, split: Plan, hosts: Sequence[str], *, exchanged: bool) -> list[Finding]:
     """Return the findings on whether the ranks of a trial that has ended formed one MPI world.
 
-    hosts: nodes that have written findings. joined: whether the ranks also exchanged messages.
+    hosts: nodes that have written findings. exchanged: whether the ranks have exchanged messages.
     """
     log = "".join(log.read_text(errors="replace") for log in run.path.glob("slurm/job-*.log"))
     trouble = first_note(run.attempt, "*") or "; ".join(list(dict.fromkeys(TROUBLE.findall(log)))[:3])
@@ -213,7 +213,7 @@ def verdict(run: RunDir, site: Site, split: Plan, hosts: Sequence[str], *, joine
     if len(hosts) == NODES:
         one = ok(TITLE, f"{how} joined {ranks} ranks on {' and '.join(hosts)} ({split.form} job)")
         found = f"the ranks joined, but their messages did not arrive: {trouble}; see {run.path}"
-        return [one] if joined else [one, problem(BROADCAST, found, NO_NETWORK)]
+        return [one] if exchanged else [one, problem(BROADCAST, found, NO_NETWORK)]
     if alone := ALONE.search(trouble):
         found = f"{how} started {ranks} ranks, each in an MPI world of its own"
         return [problem(TITLE, found, f"set mpi: {alone[1]} in the site file")]

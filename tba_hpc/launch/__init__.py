@@ -6,5 +6,5 @@ class LaunchError(RuntimeError):
 
 
 ONE_MACHINE = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
-"""Environment that makes ranks of Open MPI exchange messages through shared memory alone. Without it each
-rank listens on every network of the machine."""
+"""Environment variables that make ranks of Open MPI exchange messages through shared memory alone. Otherwise
+each rank listens on every network of the machine."""

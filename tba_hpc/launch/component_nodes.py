@@ -41,7 +41,7 @@ RESERVES = re.compile(r"^--reservation[=\s]\s*(\S+)")
 class Node:
     """A node of a partition, as sinfo lists it.
 
-    up: whether the node is available, if perhaps busy now. idle: whether a job can get it at once. cpus:
+    up: whether the node is in service, idle or busy. idle: whether a job can get it at once. cpus:
     number of cores. memory: MiB. gpus: number of GPUs by type; the type "" if sinfo names none.
     """
 
@@ -77,12 +77,12 @@ def cut(
 ) -> Cut | None:
     """Divide the nodes in ``order`` between two requests; return None if no cut leaves enough for both.
 
-    needed: number of nodes that each request needs. fit: nodes that satisfy each request. up: nodes that are
-    available. idle: nodes that are available at once.
+    needed: number of nodes that each request needs. fit: nodes that satisfy each request. up: nodes in
+    service. idle: nodes that a job can get at once.
 
-    Cuts with which both requests can start at once on idle nodes come first. Otherwise the best cut leaves
-    the request that is worse off the most nodes, as a multiple of those that it needs. Of equally good cuts,
-    one that puts request 0 before the cut is chosen.
+    A cut that lets both requests start at once is preferred. Otherwise cuts are ranked by the smaller of two
+    ratios, one per request: nodes in service on its side of the cut, divided by nodes that it needs. Of
+    equally good cuts, one that puts request 0 before the cut is chosen.
     """
     best: tuple[tuple[float, ...], int, int] = ((), 0, 0)
     for first in (0, 1):
@@ -132,9 +132,9 @@ def _has(features: frozenset[str], constraint: str) -> bool:
 def separate_nodes(plan: Plan, site: Site) -> Plan:
     """Return the plan, with the nodes that each component of a het job must exclude.
 
-    The plan is returned unchanged for one allocation, or if the site's sbatch_options choose nodes. Raises
-    ConfigError if no division of the nodes leaves enough for both components, and SlurmError if Slurm does
-    not answer.
+    The plan is returned unchanged for one allocation, if the site's sbatch_options choose nodes, or if sinfo
+    lists too few nodes. Raises ConfigError if no division of the nodes leaves enough for both components, and
+    SlurmError if Slurm does not answer.
     """
     if plan.form != "het" or any(map(CHOOSES_NODES.match, site.sbatch_options)):
         return plan

@@ -214,8 +214,8 @@ notifier_steps() {
 # watch_step SRUN: kill an srun that hangs although its step has ended.
 # In a het step under PMIx, srun has one thread per component. In some versions of Slurm, such as 22.05, both
 # threads may wait for the same thread at the end. Then srun hangs long after the last rank has ended.
-# Ranks at work touch their files in RUN/owners. Only if no trainer does, Slurm is asked for the job's steps.
-# Searchers do not count, since those of other jobs go on.
+# Ranks at work touch their files in RUN/owners. Slurm is asked for the job's steps only if no trainer has done so.
+# Files of searchers do not count, since searchers of other jobs go on.
 watch_step() {
     local mark=$RUN/slurm/heard missed=-4 steps    # -4: a step may take two minutes to start
     while touch "$mark" && sleep $STEP_SECONDS && kill -0 "$1" 2>/dev/null; do

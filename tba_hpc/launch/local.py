@@ -62,7 +62,7 @@ UNLOCKED_SECONDS = 3.0
 """Age from which an unlocked folder of MPI files counts as abandoned, s. A new one is locked at once."""
 
 SHARED_MEMORY, PRIVATE = Path("/dev/shm"), "tba-hpc-world-"
-"""Place for the files of MPI worlds, and prefix of the folder in which each world has them."""
+"""Folder for the files of all MPI worlds, and prefix of the subfolder of each world."""
 
 RANK_MEMORY = 16 << 20
 """Bytes of shared memory that Open MPI requests at the start of each rank."""
@@ -76,8 +76,8 @@ FILES_OF_MPI = (
 """Environment variables with the folders in which Open MPI puts its files."""
 
 ALLOCATION = "SLURM_JOBID"
-"""Environment variable by which mpiexec recognises a Slurm job. It would start ranks on all nodes of the
-job."""
+"""Environment variable by which mpiexec recognises a Slurm job. It is removed, since otherwise mpiexec would
+start ranks on all nodes of the job."""
 
 AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 """Environment variables that let root use Open MPI's mpiexec."""
@@ -121,7 +121,7 @@ def find_mpiexec(path: str | None = None, environment: Mapping[str, str] = os.en
 def refuse_other_mpiexec(mpiexec: Path) -> str:
     """Return the name and version that ``mpiexec`` prints. Raises LaunchError unless it is Open MPI's.
 
-    Those of other libraries have other options, and treat signals and failed ranks in other ways.
+    Other libraries' mpiexec has other options, and treats signals and failed ranks in other ways.
     """
     around = environment_of(Path(tempfile.gettempdir()))
     command = [str(mpiexec), "--version"]
@@ -138,8 +138,8 @@ def refuse_other_mpiexec(mpiexec: Path) -> str:
 def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment of ranks on this machine.
 
-    memory: folder for MPI's files. base: variables to add to; those that the user has set are kept, such as
-    OMP_NUM_THREADS, which is 1 by default.
+    memory: folder for MPI's files. base: variables that are passed on. They override the defaults set here,
+    such as OMP_NUM_THREADS=1.
     """
     ours = {
         **mpi_library.one_machine(base),
@@ -154,7 +154,7 @@ def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[s
 
 
 def _home() -> str:
-    """Return this user's home folder by the system's list of users; "" for a user who is not listed."""
+    """Return this user's home folder from the password database; "" for a user who is not in it."""
     with suppress(KeyError):
         return pwd.getpwuid(os.getuid()).pw_dir
     return ""
@@ -178,7 +178,7 @@ def private_memory() -> Iterator[Path]:
     """Provide a folder in shared memory for MPI's files, and delete it after the block.
 
     Ranks that are killed leave such files behind. If the launcher itself is killed, the folder remains until
-    the same user's next launcher deletes it. Each launcher locks its folder, so that no other deletes it.
+    the same user's next launcher deletes it. Each launcher locks its folder, so that no other one deletes it.
     """
     place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     for folder in place.glob(f"{PRIVATE}*"):
@@ -209,7 +209,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @dataclass
 class Child:
-    """A process that the launcher has started, with all its descendants: they are in one session.
+    """A process that the launcher has started, and all its descendants, which share its session.
 
     name: "mpiexec", or the name of a rank, such as ``searcher-0003``.
     """
@@ -307,7 +307,7 @@ class Ranks:
 def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = None) -> dict[str, list[str]]:
     """Return the command of each process that the launcher starts for a run, by the name of the process.
 
-    With MPI that is mpiexec alone, whose first ranks train. program: command that replaces
+    With MPI, mpiexec is the only one; the first of its ranks train. program: command that replaces
     ``python -m tba_hpc``, or None. Raises LaunchError if mpiexec is missing or not Open MPI's.
     """
     trainers, searchers = config.launch.trainers, config.launch.searchers
@@ -507,7 +507,7 @@ def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config) -
     refused = refusal(logs)
     text = refused or first_note(logs, "failed") or failure(logs, world, code, config.launch.trainers)
     for rank, frames in [] if refused else late_ranks(logs):
-        where = f"{rank} reached no safe point in time; its calls then, innermost first:"
+        where = f"{rank} reached no safe point in time; its stack then, innermost call first:"
         text = "\n".join([text, where, *frames])
     _say(Terminal(stderr=True), text, "red")
     if refused:
@@ -552,7 +552,7 @@ def refusal(logs: Path) -> str | None:
 
 
 def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:
-    """Return a description of any other failure: the rank, how it ended, and the last lines of its log."""
+    """Describe a failure that no note explains: the rank, how it ended, and the last lines of its log."""
     name = _failed_rank(log_file(logs, MPIEXEC), trainers) or (world.failed.name if world.failed else MPIEXEC)
     how = f"failed with exit status {code}"
     if code == 0:
@@ -583,7 +583,7 @@ def _lines(log: Path) -> list[str]:
 
 
 def _exception(lines: Sequence[str]) -> int:
-    """Return the index after the last traceback with its exception; the number of lines if there is none."""
+    """Return the index of the line after the last traceback; the number of lines if there is none."""
     begins = [place for place, line in enumerate(lines) if line.startswith(TRACEBACK)]
     after = range(begins[-1] + 1 if begins else len(lines), len(lines))
     return next((place + 1 for place in after if not lines[place].startswith("   ")), len(lines))

@@ -23,8 +23,8 @@ WHEEL, SITE = "wheel", "site"
 cluster's."""
 
 NO_NETWORK = {**ONE_MACHINE, "OMPI_MCA_btl": "^tcp,ofi,uct,openib,usnic"}
-"""Variables with the effect of ONE_MACHINE for Open MPI 4, too, whose shared memory has another name than
-``sm``."""
+"""Variables with the effect of ONE_MACHINE that also suit Open MPI 4, in which the transport ``sm`` has
+another name."""
 
 
 def variables(choice: str) -> dict[str, str]:

@@ -19,9 +19,9 @@ def refuse_index(config: Config, role: Role, index: int | None) -> None:
     """Raise ConfigError if ``index`` is not the index of a rank of this role. None is always accepted."""
     ranks = config.launch.trainers if role == "trainer" else config.launch.searchers
     if index is not None and not 0 <= index < ranks:
+        remedy = f"use an index from 0 to {ranks - 1}" if ranks else "leave out --index"
         raise ConfigError(
-            f"--index {index} is no {role} of this run, which has launch.{role}s={ranks}: use an index from "
-            f"0 to {ranks - 1}"
+            f"--index {index} is no {role} of this run, which has launch.{role}s={ranks}: {remedy}"
         )
 
 
@@ -42,8 +42,8 @@ class Placement:
     def join(cls, config: Config, role: Role, index: int | None) -> Placement:
         """Join the MPI world and return this rank's placement in it.
 
-        Over files there is no world. The index is then ``index``, or if that is None, follows from srun's
-        variables. Raises ConfigError if srun gives no index, and ExchangeError if ranks are missing.
+        A run over files has no MPI world. The index is then ``index``, or what srun's variables say if that
+        is None. Raises ConfigError if srun gives no index, and ExchangeError if ranks are missing.
         """
         gpus = config.generator.tensor_parallel if role == "searcher" else 1
         if not config.one_world:
@@ -66,7 +66,7 @@ class Placement:
 
     @classmethod
     def _of_step(cls, config: Config, role: Role, gpus: int) -> Placement:
-        """Derive the placement from the numbers that srun gives to the ranks of a step, over both roles.
+        """Derive the placement from the numbers that srun gives to all ranks of a step, of both roles.
 
         Trainers have the first numbers, or the last if the variable SEARCHERS_FIRST is set. Raises
         ConfigError if srun has not started this rank, or its number belongs to the other role.

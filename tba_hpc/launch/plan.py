@@ -50,7 +50,7 @@ class Container(Section):
 
     runtime: Runtime = "apptainer"
     """Runtime that starts programs in the container. ``pyxis`` adds options to srun. ``plain`` puts the words
-    of ``arguments`` before each command. The others put their own command before it."""
+    of ``arguments`` before each command. The other runtimes put their own command there."""
     image: str | None = Field(None, min_length=1)
     """Path of the image, which every node must be able to read, or its name if the runtime knows images by
     name. Not with ``plain``."""
@@ -181,7 +181,7 @@ class Site(Section):
         return [f"--mpi={self.mpi}"] if self.mpi else []
 
     def memory_option(self, own: ComponentSite) -> list[str]:
-        """Return the sbatch option that requests memory for a role with requests ``own``; empty for none."""
+        """Return the sbatch option that requests memory for a role, or none. own: the role's requests."""
         for part in (own, self):
             if part.memory_per_cpu:
                 return [f"--mem-per-cpu={part.memory_per_cpu}"]
@@ -190,7 +190,7 @@ class Site(Section):
         return []
 
     def gpu_option(self, own: ComponentSite) -> list[str]:
-        """Return the sbatch option that requests GPUs for a role with requests ``own``; empty for none."""
+        """Return the sbatch option that requests GPUs for a role, or none. own: the role's requests."""
         request = own.gpu_request or self.gpu_request
         return [request.format(gpus=self.gpus_per_node)] if request and self.gpus_per_node else []
 
@@ -263,7 +263,7 @@ def load_site(path: Path, **keys: object) -> Site:
 
 
 def slurm_seconds(time: str) -> float:
-    """Convert a time limit of Slurm to seconds; infinity if it is no number, as ``UNLIMITED``.
+    """Convert a time limit of Slurm to seconds; infinity if it is no number, such as ``UNLIMITED``.
 
     time: minutes ``M``, or ``M:S``, ``H:M:S``, ``D-H[:M[:S]]``.
     """
@@ -338,9 +338,9 @@ def plan(
 ) -> Plan:
     """Split the nodes of a job between the roles: ``trainer_nodes`` train, the rest search.
 
-    nodes: a single node is shared by both roles. trainer_nodes: None means one node in four, as in the paper.
-    It may equal ``nodes`` if elastic searchers can join (launch.elastic). homogeneous: use one allocation
-    even if the site has het jobs. Raises ConfigError if the nodes cannot be split so.
+    nodes: number of nodes; both roles share a single one. trainer_nodes: None means one node in four, as in
+    the paper. It may equal ``nodes`` if elastic searchers can join (launch.elastic). homogeneous: use one
+    allocation even if the site has het jobs. Raises ConfigError for an impossible split.
     """
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes} is too few: ask for at least 1")

@@ -66,7 +66,7 @@ def as_rank(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config
 def noting(run: RunDir, role: Role, index: int | None) -> AbstractContextManager[None]:
     """Return a context manager that leaves a note about an error of its block, if there is a launcher.
 
-    It serves until the rank knows its index. If ``index`` is None, the note is in the name of rank 0.
+    It is for the time before a rank knows its index. If ``index`` is None, the note names rank 0.
     """
     started = ATTEMPT in os.environ
     return explained(partial(write_note, run, role, index or 0)) if started else nullcontext()
@@ -74,10 +74,9 @@ def noting(run: RunDir, role: Role, index: int | None) -> AbstractContextManager
 
 @contextmanager
 def stoppable() -> Iterator[StopFlag]:
-    """Run the block, the work of any rank but the leading trainer. A signal to stop sets its StopFlag.
+    """Provide a StopFlag, which a signal to stop sets; for all ranks but the leading trainer.
 
-    After a stop request, an ExchangeError about missing ranks is not raised: these were still starting when
-    they were stopped, and had nothing to save.
+    After that signal, an ExchangeError is not raised: the ranks that do not answer were stopped, too.
     """
     end_imports()
     with StopFlag() as stop:
@@ -119,7 +118,7 @@ def _leave(status: int) -> None:
 
 
 def end_imports() -> None:
-    """Turn the garbage collector on again, which ``cli`` turns off, for objects created from now on."""
+    """Turn on the garbage collector, which ``cli`` has turned off, for objects created from now on."""
     gc.freeze()
     gc.enable()
 
@@ -128,9 +127,9 @@ def end_imports() -> None:
 def explained(note: Callable[[str, Kind], None] | None = None) -> Iterator[None]:
     """Run the block; turn an error of REFUSALS or FAILURES into a sentence, and raise SystemExit.
 
-    The exit status is Exit.REFUSED or Exit.FAILED. note: function that gives the launcher the sentence and
-    its kind, by which it decides whether to restart the ranks. None: the sentence is printed, for a process
-    that is no rank of the run.
+    The exit status is Exit.REFUSED or Exit.FAILED. note: function that passes the sentence and its kind to
+    the launcher, which decides whether to restart the ranks. None prints the sentence, for a process that is
+    no rank of the run.
     """
     try:
         yield

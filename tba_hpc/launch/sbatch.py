@@ -1,4 +1,4 @@
-"""Writes the batch script of a plan, as text.
+"""Makes the text of the batch script of a plan.
 
 The script says which ranks run where. It sources ``job_supervisor.sh``, which handles signals, failures and
 requeues. ``docs/slurm.md`` explains the options. The module is pure: it neither calls Slurm nor writes files.
@@ -252,7 +252,7 @@ def _surroundings(job: Job, plan: Plan, site: Site) -> str:
 
 
 def _needs(key: str, site: Site) -> list[str]:
-    """Return the line that ends the job if the value of a site key contains an unset variable; or none."""
+    """Return the line that ends the job if a variable in the value of a site key is unset, or none."""
     names = site.variables.get(key)
     return [f"needs {key} {' '.join(names)}"] if names else []
 

@@ -161,8 +161,8 @@ def would_take(script: str) -> str:
 def refuse_impossible(script: str) -> None:
     """Raise SubmitError if the script requests what the cluster, or this user's account, does not have.
 
-    Slurm would keep a het job with such nodes in the queue for ever. Other reasons for a refusal are ignored,
-    since they may pass, such as a limit that the user's other jobs have reached.
+    Slurm would keep a het job with such a request in the queue for ever. Other reasons for a refusal are
+    ignored, since they may pass, such as a limit that the user's other jobs have reached.
     """
     try:
         would_take(script)
@@ -197,9 +197,9 @@ def send(run: RunDir, script: str) -> str:
 def chain(run: RunDir, job: str, script: Callable[[str], str], *, length: int) -> str:
     """Submit jobs that continue the run, each after the one before it.
 
-    job: id of the first job, which has been submitted. script: makes the batch script of the job that follows
-    the job with a given id. length: number of jobs in the chain, the first included. Returns "", or a warning
-    if Slurm refuses a job; the chain then ends before that.
+    job: id of the first job, which has been submitted. script: function from the id of a job to the batch
+    script of the job after it. length: number of jobs in the chain, the first included. Returns "", or a
+    warning if Slurm has refused a job; the chain then ends before that job.
     """
     jobs = [job]
     while len(jobs) < length:

@@ -40,7 +40,7 @@ def take(run: Path, job: str = "") -> Path:
 
 
 def _copy(folder: Path) -> None:
-    """Copy the package into a temporary folder, then rename that. Of two processes, one succeeds."""
+    """Copy the package into a temporary folder, and rename that. The first of several processes wins."""
     part = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(folder, ignore_errors=True)  # an incomplete copy from a machine that crashed
     shutil.copytree(PACKAGE, part / PACKAGE.name, ignore=LEFT_OUT)

@@ -26,7 +26,7 @@ from tba_hpc.run.owners import Owner, holders, keeps_open, owner_at_work
 from tba_hpc.run.slurm_queue import JOB_CHECK_SECONDS, NO_ANSWER, ActiveJob, active, ask, job_states, jobs_of
 
 LAUNCHER_END_SECONDS = 10.0
-"""Seconds in which a launcher must kill its ranks; after that it is killed, too."""
+"""Seconds in which a launcher must kill its ranks and end. If it does not, it is killed."""
 
 KILLED_SECONDS = 10.0
 """Seconds in which a killed process must disappear."""
@@ -66,13 +66,13 @@ def cancel(run: RunDir) -> str:
             said = f"{owner} is ended"
     saved, none = latest_checkpoint(run), "starts from step 0, as it has no checkpoint yet"
     resumes = "resumes from its last checkpoint" if saved else none
-    return f"{said}; nothing sealed is lost, and it {resumes}: {_again(run)}{_staying(run)}"
+    return f"{said}; nothing sealed is lost, and the run {resumes}: {_again(run)}{_staying(run)}"
 
 
 def await_end(run: RunDir, *, seconds: float) -> str:
-    """Wait until no process and no job runs the run; return a sentence on how it ended, "" if none did.
+    """Wait until nothing is at work on the run; return a sentence on how it ended, "" if nothing was.
 
-    Raises LaunchError with the name of the process or job if one still does so after ``seconds``.
+    Raises LaunchError with the name of the process or job that is still at work after ``seconds``.
     """
     end, pause, waited = time.monotonic() + seconds, STOP_CHECK_SECONDS, False
     while who := at_work(run):

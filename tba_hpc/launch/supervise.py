@@ -54,7 +54,7 @@ class JobState:
     seconds: int = 0
     """Time for which these ranks ran, s."""
     failures: int = 0
-    """Failures in a row before that."""
+    """Failures in a row before these ranks."""
     stop: bool = False
     """True if the job was asked to stop."""
     ending: bool = False
@@ -105,7 +105,7 @@ class JobState:
         append_event(self.run / "events.jsonl", event, **extra)
 
     def refuse(self, sentence: str, code: Exit = Exit.REFUSED) -> str:
-        """Return ``exit``, after a sentence that tells the user what to do: the job ends for good."""
+        """Tell the user what to do, and return ``exit``: the job ends for good."""
         self.log("refused", sentence=sentence)
         say(sentence)
         return self.end(code)
@@ -128,7 +128,7 @@ class JobState:
         return "finished" in listing(self.run)
 
     def mark(self, name: str) -> Path:
-        """Return the path of a job's note in RUN/slurm, whose timestamp is by the file system's clock."""
+        """Return the path of a file in RUN/slurm whose text or timestamp later stages of the job need."""
         return self.run / "slurm" / name
 
 
@@ -285,7 +285,7 @@ def ended(job: JobState) -> str:
     sentence = first_note(logs, "refused")
     # The ranks of a job that was asked to stop have not failed in two cases. saved: they were killed after
     # their checkpoint was complete. unheard: they ended before they listened to signals, and did not hang.
-    # The leader writes AT_WORK_FILE once all ranks have joined, which comes later.
+    # The leader writes AT_WORK_FILE later, once all ranks have joined.
     saved = _newer(job.run / "checkpoints", "COMPLETE", job.mark("asked"))
     unheard = job.code != 128 + signal.SIGKILL and not sentence and not (logs / AT_WORK_FILE).exists()
     if job.code == 0 or (job.stop and (saved or unheard)):

@@ -1,7 +1,7 @@
 """``tba plan``: estimates whether a run fits on given GPUs, and names config keys that reduce its memory.
 
 The estimate is computed from the config alone: it starts nothing, and needs neither torch nor the model's
-weights. ``launch.plan`` is a different thing: it splits the nodes of a job between the roles.
+weights. Not to be confused with ``launch.plan``, which splits the nodes of a job between the roles.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _head(config: Config, found: Estimate) -> Iterator[str]:
         f"{ranks} on {count(found.nodes, 'node')} with {found.gpus_per_node} {found.gpu}"
     )
     yield (
-        f"tokens: {found.prompt_tokens:g} of a prompt on average, assumed (set yours with --prompt-tokens), "
-        f"and at most {config.generator.max_tokens} of a completion"
+        f"assumed: a mean of {found.prompt_tokens:g} tokens per prompt (--prompt-tokens), and completions of "
+        f"{config.generator.max_tokens} tokens (generator.max_tokens)"
     )
     yield (
         f"at most {found.micro_batch_tokens:,.0f} tokens in a micro-batch; an engine's KV cache holds "

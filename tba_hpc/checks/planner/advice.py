@@ -1,4 +1,4 @@
-"""Names config keys that would help a run to fit, leaving out what its config already does."""
+"""Suggests changes of the config that would help a run to fit into the GPUs' memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OFFLOAD = "train.deepspeed.zero_optimization.offload_optimizer.device=cpu"
 
 LESS_CACHE = {True: "a smaller generator.kv_cache_mb", False: "a smaller generator.gpu_memory_utilization"}
 MORE_CACHE = {True: "a larger generator.kv_cache_mb", False: "a larger generator.gpu_memory_utilization"}
-"""Key that sets the size of a KV cache, by whether the config sets generator.kv_cache_mb."""
+"""Change of the key that sizes the KV cache, by whether the config sets generator.kv_cache_mb."""
 
 MORE_GPUS = "more GPUs for an engine (generator.tensor_parallel)"
 
@@ -21,14 +21,14 @@ Choices = Iterable[tuple[object, str]]
 
 
 def advice(config: Config, found: Estimate) -> Iterator[str]:
-    """Yield a sentence on what would help each kind of rank that lacks memory, and an engine's KV cache."""
+    """Yield a sentence of suggestions for each lack: of a trainer, of a searcher, of an engine's KV cache."""
     short = {rank for device in found.devices if device.lacks == "memory" for rank in device.ranks}
     if TRAINER in short:
         yield from _sentence("a trainer takes less with", _smaller_trainer(config, found))
     if SEARCHER in short:
         yield from _sentence("a searcher takes less with", _smaller_searcher(config, found))
     if any(device.lacks == "KV cache" for device in found.devices):
-        yield from _sentence("a KV cache holds a sequence with", _larger_cache(config, found))
+        yield from _sentence("a sequence fits into the KV cache with", _larger_cache(config, found))
 
 
 def _sentence(start: str, choices: Choices) -> Iterator[str]:
@@ -68,7 +68,7 @@ def _larger_cache(config: Config, found: Estimate) -> Choices:
     sized = bool(config.generator.kv_cache_mb)
     return (
         (True, MORE_CACHE[sized]),
-        (not sized and "reference" in found.items[SEARCHER], "train.reference.scored_by=trainer beside it"),
+        (not sized and "reference" in found.items[SEARCHER], "that and train.reference.scored_by=trainer"),
         (True, MORE_GPUS),
         (True, "a smaller model.context_length"),
     )

@@ -126,7 +126,7 @@ def _require(config: Config, gpu: Gpu) -> None:
 def _placed(trainers: int, engines: int, gpus: int, *, spread: bool) -> Counter[tuple[str, ...]]:
     """Return the number of GPUs that hold each combination of ranks.
 
-    gpus: number of GPUs of the node. Each GPU of an engine counts like the fullest one.
+    gpus: number of GPUs of the node. Each GPU of an engine is counted as if it were the fullest one.
     """
     ranks = [TRAINER] * trainers + [SEARCHER] * engines
     if spread:
@@ -159,7 +159,7 @@ def _device(ranks: tuple[str, ...], number: int, items: dict[str, Items], gpu: G
 def _engine_problem(
     cache: float, others: float, gpu: Gpu, work: Workload, *, shared: bool
 ) -> tuple[Lack, str]:
-    """Return what an engine lacks, and why it would not start although the memory suffices; "" if it would.
+    """Return what an engine lacks, and why it does not start in spite of enough memory; "" for nothing.
 
     cache: bytes of its KV cache. others: bytes that all but the engine need on the GPU. shared: whether other
     ranks are on the GPU.
@@ -184,7 +184,7 @@ def _engine_problem(
         )
     if others + free * gpu.bytes > gpu.bytes:
         return "", (
-            f"cannot start an engine: vLLM needs {free * gpu.memory:.1f} GiB free "
-            f"(generator.gpu_memory_utilization), but everything else takes {others / GIB:.1f} GiB: lower it"
+            f"cannot start an engine: vLLM needs {free * gpu.memory:.1f} GiB free, but everything else takes "
+            f"{others / GIB:.1f} GiB: lower generator.gpu_memory_utilization"
         )
     return "", ""

@@ -21,8 +21,8 @@ from tba_hpc.core.model_shapes import (
 )
 
 READERS = {"reward_model": 32, "gold_model": 32, "classifier": 64, "guard": 16, "embedder": 32}
-"""Default batch size of each model that reads whole texts on a searcher's GPU, by the task option that names
-it."""
+"""Default batch sizes of the models that read whole texts on a searcher's GPU, by the task option that names
+the model."""
 
 CONTEXT, NCCL = 0.6 * GIB, 0.5 * GIB
 """Bytes of a process's CUDA context, and of NCCL's buffers if there are several trainer ranks."""
@@ -232,6 +232,6 @@ def _scoring_bytes(work: Workload, tokens: float) -> float:
 
 
 def _reader_bytes(shape: Shape, batch: int) -> float:
-    """Return the bytes of a model, in its files' dtype, that reads ``batch`` texts of 512 tokens at once."""
+    """Return the bytes of a model that reads ``batch`` texts of 512 tokens, in the dtype of its files."""
     working = batch * 512 * (6 * shape.hidden + 3 * shape.inner)
     return shape.disk_bytes * (shape.parameters + working)
