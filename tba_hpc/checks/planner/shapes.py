@@ -29,9 +29,7 @@ def adapter_weights(shape: Shape, lora: LoraSection, path: str) -> int:
     layers = shape.linear_layers
     wanted = {target.rpartition(".")[2] for target in lora.targets or layers}
     if not layers:
-        raise ConfigError(
-            f"model.path={path} has no known linear layer that LoRA can adapt: leave out model.lora"
-        )
+        raise ConfigError(f"model.path={path} has no linear layer that LoRA can adapt: leave out model.lora")
     if unknown := sorted(wanted - layers.keys()):
         raise ConfigError(
             f"model.lora.targets={unknown[0]} names no linear layer of model.path={path} that LoRA can "
