@@ -11,8 +11,8 @@ from tba_hpc.objectives.common import Groups
 LEAST_AGE = 4
 """Lower limit on the age Δ in ``with_lagged_reference``, in optimizer steps.
 
-The author of TBA proposes such a limit, because the approximation's relative error was 5.9 on data of at most
-two steps (bbartoldson/tba-prime, results_fp4.tex).
+The author of TBA proposes such a limit, because on data at most two steps old the approximation's relative
+error was 5.9 (bbartoldson/tba-prime, results_fp4.tex).
 """
 
 
