@@ -114,7 +114,7 @@ def plan(
 
 
 def _padded(batch: TrajectoryBatch) -> Callable[[np.ndarray], int]:
-    """Return a function from indices of rows to the tokens of the rectangle to which they are padded."""
+    """Return a function from indices of rows to the tokens of their rectangle, padding included."""
     sequences, row = cut(batch.sequences, batch.prompt_length_N, batch.begin_T)
     sequences_N = np.bincount(row)
     longest_N = np.maximum.reduceat(sequences.lengths, offsets_of(sequences_N)[:-1])
@@ -126,7 +126,10 @@ def _packed(
     deal: Callable[[np.ndarray, int], list[np.ndarray]],
     fit: Callable[[np.ndarray], bool],
 ) -> list[list[np.ndarray]]:
-    """Divide each rank's groups by ``deal`` into the fewest sets that fit, equally many on all ranks."""
+    """Divide each rank's groups into the fewest sets that fit, equally many on all ranks.
+
+    deal: function that divides groups into a given number of sets. fit: whether a set is small enough.
+    """
     for number in range(1, len(shares[0]) + 1):
         sets = [deal(share, number) for share in shares]
         if all(fit(one) for of_rank in sets for one in of_rank):
@@ -153,8 +156,8 @@ def _require_room(batch: TrajectoryBatch, budget: int) -> None:
     prompt, completion = int(batch.prompt_length_N[longest]), int(batch.completion_length_N[longest])
     if prompt + completion > budget:
         raise ConfigError(
-            f"train.tokens_per_micro_batch={budget} is below one sequence, of {prompt} tokens of the prompt "
-            f"and {completion} of the completion: raise it to at least {prompt + completion}"
+            f"train.tokens_per_micro_batch={budget} is too small for a prompt of {prompt} and a completion "
+            f"of {completion} tokens: raise it to at least {prompt + completion}"
         )
 
 
@@ -209,15 +212,15 @@ def take_groups(batch: TrajectoryBatch, groups: np.ndarray) -> TrajectoryBatch:
 
 
 def rows_of(groups: np.ndarray, size: int) -> np.ndarray:
-    """Return the indices of the rows, int64, of groups of ``size`` rows each, in the order of ``groups``."""
+    """Return the indices of all rows of the given groups, int64. size: number of rows of a group."""
     return (groups[:, None] * size + np.arange(size)).ravel()
 
 
 def staleness(batch: TrajectoryBatch, version: int) -> np.ndarray:
     """Return the staleness of each trajectory, int32 [N]: steps from its oldest weights to ``version``.
 
-    It is never negative. If a resume has undone the steps that made a trajectory's weights, those weights may
-    be ahead of ``version``; the distance counts then, too.
+    It is never negative: if a resume has undone steps, weights may be ahead of ``version``, and the number of
+    steps ahead counts.
     """
     return np.abs(version - batch.version_N)
 
