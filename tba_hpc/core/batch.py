@@ -166,24 +166,24 @@ def _filled(pieces: Sequence[np.ndarray], fits: Callable[[np.ndarray], bool]) ->
 
     A piece is an array of indices of rows of the batch.
     """
-    runs: list[list[np.ndarray]] = []
+    filled: list[list[np.ndarray]] = []
     for piece in pieces:
-        if runs and fits(np.concatenate([*runs[-1], piece])):
-            runs[-1].append(piece)
+        if filled and fits(np.concatenate([*filled[-1], piece])):
+            filled[-1].append(piece)
         else:
-            runs.append([piece])
-    return runs
+            filled.append([piece])
+    return filled
 
 
-def _alike(runs_of_ranks: Sequence[list[list[np.ndarray]]]) -> Sequence[list[list[np.ndarray]]]:
+def _alike(filled_of_ranks: Sequence[list[list[np.ndarray]]]) -> Sequence[list[list[np.ndarray]]]:
     """Give every rank as many micro-batches as the rank with most, by halving those with most pieces."""
-    number = max(len(runs) for runs in runs_of_ranks)
-    for runs in runs_of_ranks:
-        while len(runs) < number:
-            longest = max(range(len(runs)), key=lambda place: len(runs[place]))
-            run = runs[longest]
-            runs[longest : longest + 1] = [run[: len(run) // 2], run[len(run) // 2 :]]
-    return runs_of_ranks
+    number = max(len(filled) for filled in filled_of_ranks)
+    for filled in filled_of_ranks:
+        while len(filled) < number:
+            longest = max(range(len(filled)), key=lambda place: len(filled[place]))
+            pieces = filled[longest]
+            filled[longest : longest + 1] = [pieces[: len(pieces) // 2], pieces[len(pieces) // 2 :]]
+    return filled_of_ranks
 
 
 def with_reference_power(batch: TrajectoryBatch, power: float) -> TrajectoryBatch:

@@ -185,7 +185,7 @@ class Task(ABC):
     def show_special_tokens(self) -> None:
         """Show special tokens in decoded completions from now on, as ``task.special_tokens`` asks.
 
-        Raises ConfigError if the task cannot; a class without this method never can.
+        Raises ConfigError if the task cannot, as this default does.
         """
         name = f"{type(self).__module__}:{type(self).__qualname__}"
         raise ConfigError(
@@ -296,7 +296,7 @@ class Learner(Protocol):
     """The policy under training, as the trainer's loop sees it.
 
     Only the leading trainer rank calls these methods; the other ranks ``follow``. layout: names, dtypes and
-    places of the weights in a buffer. Every method raises ExchangeError if another trainer rank is gone.
+    byte ranges of the weights in a buffer. Every method raises ExchangeError if another trainer rank is gone.
     """
 
     layout: WeightLayout
@@ -395,8 +395,8 @@ class Backend(Protocol):
 Write = Callable[[np.ndarray], Callable[[], object] | None]
 """Function that writes weights into a buffer, uint8 [layout.nbytes].
 
-It returns None once all is written. Or it returns earlier, with a function that waits for the rest, which any
-thread may call, and which raises ExchangeError if another rank is gone."""
+It returns None once all is written, or earlier with a function that waits for the rest. Any thread may call
+the returned function; it raises ExchangeError if another rank is gone."""
 
 
 class TrainerExchange(Protocol):

@@ -31,7 +31,7 @@ FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 The field ``truncated`` of RECORD is an index into this tuple."""
 
 BEHAVIOUR = -1
-"""Value of a reference's step if the sampling policy is the reference: ``ref_logprobs`` are ``logprobs``."""
+"""Step of a reference that is the sampling policy itself: ``ref_logprobs`` then equal ``logprobs``."""
 
 BEGIN = np.float32(np.inf)
 """Marker in ``logprobs``: a further sequence begins at this token, which the policy did not sample.

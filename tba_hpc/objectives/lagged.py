@@ -17,7 +17,7 @@ error was 5.9 (bbartoldson/tba-prime, results_fp4.tex).
 
 
 def with_lagged_reference(groups: Groups, decay: float) -> Groups:
-    """Set the groups' reference to a moving average of the policy, approximated to first order.
+    """Return the groups with a moving average of the policy, to first order, as their reference.
 
     If a policy moves evenly, its moving average with this decay lags decay/(1 − decay) steps behind. Let π_μ
     be the policy that sampled a token, Δ steps ago. Since then the token's log-probability has moved by (log
