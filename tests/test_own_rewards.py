@@ -542,7 +542,7 @@ def test_a_function_is_tried_in_a_thread_and_may_raise_anything(own: Path) -> No
 
 def test_a_function_that_hangs_on_an_empty_completion_is_refused_with_its_line(own: Path) -> None:
     (own / "threaded.py").write_text(THREADED)
-    sentence = r"threaded:hangs ran for 0\.2 s on an empty completion, last at threaded\.py:9 in hangs: give"
+    sentence = r"threaded:hangs ran for 0\.2 s on an empty completion, last at threaded\.py:9 in hangs: set"
     with pytest.raises(ConfigError, match=sentence):
         make(own, "threaded:hangs").try_rewards(0.2)
 
@@ -849,7 +849,7 @@ def test_files_that_a_module_names_go_with_it(tmp_path: Path, capsys: pytest.Cap
         (
             "Path(__file__).with_name(f'{\"words\"}.txt').read_text()",
             2,
-            "words.txt' in {here}/reading.py, line 2): name the file by its whole path, or by its path",
+            "words.txt' in {here}/reading.py, line 2): name the file by its absolute path, or by Path",
         ),
         ("''\ndef f(completion): open('wor' + 'ds.txt')", 0, "f raised FileNotFoundError: "),
     ],

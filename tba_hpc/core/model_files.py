@@ -16,7 +16,7 @@ CHECKED = (".safetensors", ".bin", ".json", ".model")
 
 
 def lacking(folder: Path) -> list[str]:
-    """List the weight files that an index in the folder names and the folder lacks, each with its index."""
+    """List the weight files that an index names but the folder lacks, as phrases: FILE, which INDEX lists."""
     return [
         f"{part}, which {index} lists"
         for index in INDICES
