@@ -155,7 +155,7 @@ def test_resets_alone_do_not_bound_staleness_and_old_references_are_missed(tmp_p
         file.write_bytes(whole)
     require_reference(run, config, 14)
     run.reference(10).rename(tmp_path / "elsewhere")
-    with pytest.raises(StateError, match="step-000010 is gone, the reference of step 14"):
+    with pytest.raises(StateError, match="step-000010, the reference of step 14, is gone"):
         require_reference(run, config, 14)
     longer = parse_config(config.model_dump(mode="json"), ["train.steps=16"])
     require_reference(run, longer, 15)

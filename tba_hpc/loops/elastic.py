@@ -1,8 +1,8 @@
-"""Elastic searchers: the slot that one leases, its requests and evaluations, and how it leaves.
+"""Elastic searchers: how they lease a slot, issue requests, evaluate, and leave.
 
-A slot is a searcher's number in the run. The holder of a slot issues the slot's requests; the next holder
-issues those that are not completed. A restarted trainer may divide the requests among another number of
-slots. The searcher then restarts its stream of requests, and keeps its engine and shards.
+A slot is an elastic searcher's number in the run. Its holder issues its requests; the next holder issues
+those that are not completed. A restarted trainer may divide the requests among another number of slots. Each
+searcher then restarts its stream of requests, and keeps its engine and shards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EVALUATOR_RETRY_SECONDS = 5.0
 """Pause between two attempts to take the EVALUATOR lease, s."""
 
 ELASTIC_CHECK_SECONDS = 5.0
-"""Pause between the trainer's checks for elastic searchers, s. Building an engine takes longer."""
+"""Pause between two checks of the trainer for elastic searchers, s. Building an engine takes longer."""
 
 MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 """Environment variables that an MPI launcher sets in the processes it starts."""
@@ -79,7 +79,7 @@ def leased_slot(run: RunDir, config: Config) -> Iterator[Slot]:
     if lease is None:
         raise NoSlotError(
             f"all slots of {run.path} for elastic searchers are taken (launch.elastic="
-            f"{config.launch.elastic}): let one of them leave, or start the run with more"
+            f"{config.launch.elastic}): stop one of these searchers, or start the run with more slots"
         )
     try:
         yield Slot(searchers[lease.name], lease.number)
@@ -88,10 +88,9 @@ def leased_slot(run: RunDir, config: Config) -> Iterator[Slot]:
 
 
 class ElasticSearchers:
-    """The elastic searchers of a run, as its trainer sees them at a check every ELASTIC_CHECK_SECONDS.
+    """The elastic searchers of a run, as its trainer sees them. It checks every ELASTIC_CHECK_SECONDS.
 
-    In ``ready`` a searcher that has left still counts until all of its sealed shards have been read; see
-    ``reading``.
+    After a searcher has left, ``ready`` includes it until its sealed shards are read; see ``reading``.
     """
 
     def __init__(self, run: RunDir, config: Config) -> None:
@@ -99,7 +98,7 @@ class ElasticSearchers:
         self._names = {rank_name("searcher", number): number for number in config.launch.elastic_searchers}
         self._checked = -ELASTIC_CHECK_SECONDS
         self._holders: dict[str, Claim] = {}
-        self._unread: dict[int, int] = {}  # of those that were ready when all shards were last read
+        self._unread: dict[int, int] = {}  # leases that were ready before shards were last read
 
     def anybody(self) -> bool:
         """Return whether any elastic searcher holds a slot, even if its engine is still being built."""
@@ -112,7 +111,10 @@ class ElasticSearchers:
     def reading(
         self, read: Callable[[Mapping[int, int]], Iterable[Shard]]
     ) -> Callable[[Mapping[int, int]], Iterator[Shard]]:
-        """Wrap ``read``, which yields sealed shards, so that ``ready`` knows whose shards are all read."""
+        """Wrap ``read`` so that ``ready`` learns when all shards of departed searchers have been read.
+
+        read: yields all sealed shards on disk from the given cursors on.
+        """
 
         def noted(cursors: Mapping[int, int]) -> Iterator[Shard]:
             ready = self._loaded()
@@ -122,11 +124,11 @@ class ElasticSearchers:
         return noted
 
     def _loaded(self) -> dict[int, int]:
-        """Return the leases of those that hold a slot and have loaded weights, by searcher."""
+        """Return the leases of present searchers whose engines have loaded weights, by searcher."""
         return {self._names[name]: claim.number for name, claim in self._last().items() if claim.owner.ready}
 
     def _last(self) -> dict[str, Claim]:
-        """Check again if it is time; return the result of the last check that the file system answered."""
+        """Return what the last successful check found. A new check is made first if it is due."""
         if self._names and time.monotonic() - self._checked >= ELASTIC_CHECK_SECONDS:
             self._checked = time.monotonic()
             self._holders = if_available(self._look, otherwise=self._holders)
@@ -197,7 +199,7 @@ class ElasticStay:
     _ready: bool = False
 
     def __post_init__(self) -> None:
-        self._split = _split(self.config.launch)  # as the searcher's "started" event reports it
+        self._division = _division(self.config.launch)
         self._evaluator = EvaluatorLease(self.run)
         self.exchange = ElasticSearcherExchange(
             self.run.weights,
@@ -218,25 +220,25 @@ class ElasticStay:
 
     @property
     def _slotless(self) -> bool:
-        """True if the run was started again with fewer slots."""
+        """True if the run was started again without this slot."""
         return self.slot.searcher not in self._launch().elastic_searchers
 
     def requests(self, task: Task, progress: Progress) -> Iterator[Request]:
-        """Yield the slot's requests, without end, except those that are completed.
+        """Yield the slot's requests, except completed ones, until the run is restarted without this slot.
 
-        progress: the run's progress when this searcher joined, with the shards of this slot. If a restarted
-        trainer divides the requests among another number of slots, the slot's new requests follow, except
-        those that were issued here before or are completed. Ends if the run then lacks this slot.
+        progress: of the run when this searcher joined, including the sealed shards of this slot. If a
+        restarted trainer divides the requests among another number of slots, the slot's new requests follow,
+        except those that this searcher has issued before.
         """
         known = CompletedRequests.from_array(progress.completed.to_array())
         stream = training_requests(self.config, task, self.slot.searcher, known)
         issued = False
         while True:
-            split = _split(self._launch())
+            division = _division(self._launch())
             if self._slotless:
                 return
-            if split != self._split:
-                self._split = split
+            if division != self._division:
+                self._division = division
                 if issued:
                     known.unite(self.exchange.progress().completed)
                 stream = training_requests(self.config, task, self.slot.searcher, known)
@@ -247,7 +249,7 @@ class ElasticStay:
             yield request
 
     def note_ready(self) -> None:
-        """Report once that the engine has loaded weights, so that the trainer grants requests."""
+        """Report, once, that the engine has loaded weights. Only then does the trainer grant requests."""
         if not self._ready:
             name, seconds = rank_name("searcher", self.slot.searcher), self.config.launch.disk_seconds
             retry(lambda: note_ready(name), seconds=seconds)
@@ -275,6 +277,6 @@ class ElasticStay:
         self.metrics.log({"event": event, **values, "place": place})
 
 
-def _split(launch: LaunchSection) -> tuple[int, int]:
-    """Return the numbers of the run's own searchers and of its slots, which decide each slot's requests."""
+def _division(launch: LaunchSection) -> tuple[int, int]:
+    """Return how many searchers and how many slots the run has. They decide who issues which requests."""
     return launch.searchers, launch.elastic

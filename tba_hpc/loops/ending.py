@@ -24,12 +24,12 @@ NEWS_SECONDS = 5.0
 def end_run(run: RunDir, config: Config, trainer: Trainer, *, finished: bool) -> None:
     """Release all ranks and write a summary; if the run is ``finished``, also evaluate, export and report.
 
-    finished: whether the last step was taken. If a stop is requested during the ending, a resume only repeats
-    the ending. The run is marked as finished once nothing is left to train or to evaluate. If the process is
-    killed between this mark and the report, the next ``tba run`` or ``tba report`` writes the report. After a
-    stop the launcher writes it. Shards that arrive from now on stay on disk, unmerged.
+    finished: whether the last step was taken. Raises ExchangeError if the last evaluation does not arrive.
 
-    Raises ExchangeError if the last evaluation does not arrive.
+    The run is marked as finished once it is trained, exported and evaluated. If a stop is requested before, a
+    resume only repeats the ending, and the launcher writes the report. If the process is killed between mark
+    and report, the next ``tba run`` or ``tba report`` writes the report. Shards that arrive during the ending
+    stay on disk, unmerged.
     """
     learner, exchange = trainer.learner, trainer.exchange
     published = finished and publish_last(trainer)
@@ -52,7 +52,7 @@ def end_run(run: RunDir, config: Config, trainer: Trainer, *, finished: bool) ->
 
 
 def publish_last(trainer: Trainer) -> bool:
-    """Publish the last weights, for the last evaluation. Returns False if a stop is requested before."""
+    """Publish the last weights, for the last evaluation. Returns False if a stop is requested first."""
     while not trainer.stopping:
         if trainer.publish_if_due():  # bounded by the exchange's deadline
             return True
@@ -61,9 +61,9 @@ def publish_last(trainer: Trainer) -> bool:
 
 
 def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
-    """Wait until all parts of the last evaluation are on disk. Returns False if a stop is requested before.
+    """Wait until all parts of the last evaluation are on disk. Returns False if a stop is requested first.
 
-    Raises ExchangeError if no searcher whose part is missing has generated anything for a whole timeout.
+    Raises ExchangeError after launch.timeout_seconds without progress, as ``_news`` defines it.
     """
     step, timeout = config.train.steps, config.launch.timeout_seconds
     news = _news(run, config.launch, step)
@@ -106,7 +106,7 @@ def _news(run: RunDir, launch: LaunchSection, step: int) -> Iterator[bool]:
 
 
 def _missing(run: RunDir, launch: LaunchSection, step: int) -> tuple[str, str]:
-    """Return the searchers whose parts of the last evaluation are missing, and a remedy, for an error."""
+    """Name the searchers whose parts of the last evaluation are missing, and a remedy, for an error."""
     if not launch.searchers:
         return "elastic searchers", f"if no searcher is at work, add one: tba search {run.path}"
     places = missing_parts(run, "test", step, launch.searchers)

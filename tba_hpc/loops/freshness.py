@@ -25,9 +25,9 @@ from tba_hpc.core.wording import count
 log = logging.getLogger(__name__)
 
 STEPS_WITHOUT_DATA, SYNCS_WITHOUT_DATA = 50, 5
-"""A step waits for a shard if none has arrived for this many steps, or this many syncs if these take longer.
+"""Numbers of steps and of syncs that must pass without a shard before a step waits for one.
 
-A sync takes exchange.sync_every steps.
+There are exchange.sync_every steps from one sync to the next.
 """
 
 
@@ -38,7 +38,7 @@ class Freshness:
         self._config = config
         self._buffer = buffer
         self._budget: RolloutBudget | None = None
-        self._last_shard: int | None = 0  # step at which it arrived; None: none has since the resume
+        self._last_shard: int | None = 0  # step at which the last one arrived; None: none since the resume
         self.reference = schedules.reference(config.train, 0)
         """Step of the policy that is the reference, or BEHAVIOUR."""
 
@@ -115,16 +115,16 @@ class Freshness:
         return max(wanted - self._groups, int(self.starved(step)), self.overdue(step))
 
     def overdue(self, step: int) -> int:
-        """Return how many requests ``step`` must wait for if the buffer is a queue; see RolloutBudget.
+        """Return how many answers ``step`` must wait for; see ``RolloutBudget.overdue``.
 
-        0 if groups are drawn at random.
+        0 unless the buffer is a queue.
         """
         return self._budget.overdue(step) if self._budget and self._config.queue else 0
 
     def starved(self, step: int) -> bool:
         """Return whether ``step`` must wait for a shard: none arrived for too many steps, or since a resume.
 
-        False if the budget leaves searchers no request to answer, because then none can arrive.
+        False if searchers have answered all granted requests, because then no shard can arrive.
         """
         if self._budget is not None and not self._owed.total():
             return False
@@ -133,7 +133,7 @@ class Freshness:
 
     @property
     def _groups(self) -> int:
-        """Number of groups in the buffer: requests, or prompts if buffer.replay_limit splits up groups."""
+        """Number of groups that a step can draw: the buffer's requests, or prompts with a replay limit."""
         limited = self._config.buffer.replay_limit is not None
         return self._buffer.prompts if limited else self._buffer.requests
 
@@ -141,7 +141,7 @@ class Freshness:
 
     @property
     def _owed(self) -> Counter[int]:
-        """Number of requests that each searcher's place has yet to answer; empty without a budget."""
+        """Number of granted requests that are not completed, by place; empty without a budget."""
         return self._budget.owed() if self._budget else Counter()
 
     def exhausted(self, step: int) -> bool:
@@ -165,10 +165,10 @@ class Freshness:
             self._budget.arrive(shard.request_ids)
 
     def exclude_unresponsive(self, step: int, timeout: float) -> None:
-        """After ``timeout`` seconds without a shard, expect nothing more from the searchers that are silent.
+        """Exclude the searchers that owe answers, after ``timeout`` seconds without a shard.
 
-        Others are then granted requests instead. Raises ExchangeError if there are no others, or if staleness
-        is not bounded, so that there is no budget.
+        Other searchers are granted as many requests. Raises ExchangeError if there are no others, or if
+        staleness is unbounded, because then there is no budget.
         """
         shortage, remedy = self._shortage(step)
         silence = f"the replay buffer {shortage} and no new one has arrived for {timeout:.0f} s: {remedy}"
@@ -215,17 +215,17 @@ class RolloutBudget:
     first. Then no group becomes too stale if the following holds before each step s and for each version v:
     of the requests that were granted under weights up to v, at most (v + n + 1 − s)·B are unanswered, or
     answered but not learned from yet. AReaL (arXiv 2505.24298, §5.1) has this rule for the newest v.
-    ``extend`` grants no more than that, and steps wait for ``overdue`` requests. A request counts as long as
-    its answer may arrive, because learning from fast answers and dropping the rest would starve long ones.
+    ``extend`` grants no more than that, and steps wait for ``overdue`` requests. Slow answers are waited for,
+    not dropped, because otherwise the policy would learn from short completions only.
 
     A searcher's place p decides which requests it takes: those with id ≡ p, modulo the number of places. The
-    run's own searchers may issue theirs below ``end``. It is (v + n + 1)·B in a run without losses or elastic
-    searchers. Some requests bring nothing to learn from: duplicates, groups set aside, requests of excluded
-    searchers. Others are granted instead, so that searchers can run as far ahead as before.
+    run's own searchers may issue theirs below ``end``, which is (v + n + 1)·B in a run without losses or
+    elastic searchers. Some requests bring nothing to learn from: duplicates, groups set aside, requests of
+    excluded searchers. Others are granted instead, so that searchers can run as far ahead as before.
 
-    The place of each elastic searcher has an end of its own. It belongs to the searcher's lease, under which
-    alone the granted requests may be issued. Once the lease is gone or changed, as many requests are granted
-    to others, and the next searcher at this place begins with those that are not completed.
+    The place of each elastic searcher has an end of its own, which holds for that searcher's lease only. Once
+    the lease is gone or changed, as many requests are granted to other places, and the next searcher at this
+    place begins with its requests that are not completed.
 
     completed: requests completed when the attempt begins.
     """
@@ -334,7 +334,7 @@ class RolloutBudget:
                 return request_id
 
     def _withdraw(self) -> None:
-        """Withdraw requests granted to searchers that left. The ends of their places begin again."""
+        """Withdraw requests granted to elastic searchers that left, and reset the ends of their places."""
         gone = {place for place in self._elastic if not self._holds(place)}
         kept = self._unanswered.items()
         self._unanswered = {one: version for one, version in kept if self._place_of(one) not in gone}
@@ -342,7 +342,7 @@ class RolloutBudget:
         self._granted = self._leases
 
     def overdue(self, step: int) -> int:
-        """Count requests that ``step`` must wait for, so that later steps can learn from the rest in time.
+        """Return how many answers ``step`` must wait for, because later steps could not use them in time.
 
         Steps up to v + n can learn from requests granted under weights v. So before ``step``, of the requests
         granted under weights up to v, no more than (v + n − step)·B may be unanswered.
@@ -356,14 +356,14 @@ class RolloutBudget:
         return overdue
 
     def arrive(self, request_ids: np.ndarray) -> None:
-        """Note requests that are completed: answered, or set aside. Repeats change nothing."""
+        """Note that requests are completed: answered, or set aside. Repeats change nothing."""
         self._completed.add(request_ids)
         for request_id in request_ids.tolist():
             self._silent.discard(self._place_of(request_id))
             self._unanswered.pop(request_id, None)
 
     def owed(self) -> Counter[int]:
-        """Count granted requests that are not completed, by place. Places that owe no answer are left out."""
+        """Count granted requests that are not completed, by place; only where answers are expected."""
         idle, places = self._idle, map(self._place_of, self._unanswered)
         return Counter(place for place in places if place not in idle)
 

@@ -2,7 +2,7 @@
 
 Each searcher answers its share of a split: searcher s of S takes the prompts with index ≡ s (mod S). It
 samples at the task's evaluation temperature, and returns its part of the result once all of its answers are
-judged. Newer weights must not be loaded while the evaluator is ``busy``; judging may go on after that.
+judged. Newer weights must not be loaded while the evaluator is ``busy``, but may be while answers are judged.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class OnlineEvaluator:
     ) -> Evaluation | None:
         """Count one judged answer; return this searcher's part of the evaluation once all are judged.
 
-        answer: a group of one completion. The version of its weights tells to which evaluation it belongs.
+        answer: a group of one completion. The version of its weights identifies the evaluation.
         ref_logprob: log π_ref of the whole completion, nats; None without a reference. reward: None if the
         task gives none.
         """
@@ -120,10 +120,10 @@ class OnlineEvaluator:
     def _evaluation(
         self, split: Split, step: int, correct: int, ref_logprob: float | None, *completions: Completion
     ) -> Evaluation:
-        """Make an evaluation of one completion, or an empty one. Parts are added up to whole evaluations.
+        """Return the Evaluation of a single completion, or an empty one, to be summed with ``+``.
 
         correct: 1 if the completion is correct, else 0. ref_logprob: its log π_ref, nats; None without a
-        reference; 0 for an empty part. completions: one or none. Reward and answer are left out.
+        reference; 0 if there is no completion. completions: one or none. Reward and text are left out.
         """
         return Evaluation(
             split=split,

@@ -49,9 +49,9 @@ class PublishSchedule:
             self.publishes += 1
 
     def _split(self, step: int) -> Split | None:
-        """Return the split to evaluate, or None.
+        """Return the split to evaluate with the weights of ``step``, or None.
 
-        It is test before and after training, and validation every ``evaluate.every`` steps.
+        This is test before and after training, and validation every ``evaluate.every`` steps.
         """
         every = self._config.evaluate.every
         if step >= self._config.train.steps or (step == 0 and not self.publishes):

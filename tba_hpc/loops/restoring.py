@@ -1,4 +1,4 @@
-"""Restores what a trainer continues from: the newest intact checkpoint. Its reference must be there, too."""
+"""Restores what a trainer continues from: the newest intact checkpoint, and the reference that it needs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def require_reference(run: RunDir, config: Config, step: int) -> None:
     if not 0 < reference < step:
         return
     if not folder.is_dir():
-        raise StateError(f"{folder} is gone, the reference of step {step}: put it back, or start another run")
+        raise StateError(f"{folder}, the reference of step {step}, is gone: restore it, or start another run")
     if (folder / COMPLETE).exists() and (fault := damage(folder)):
         raise StateError(
             f"{folder}, the reference of step {step}, is damaged ({fault}): put a copy of it back, or start "

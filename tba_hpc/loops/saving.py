@@ -22,7 +22,7 @@ from tba_hpc.run.metrics import MetricsWriter, Value
 log = logging.getLogger(__name__)
 
 TELL_SECONDS = 60.0
-"""Shortest pause between two warnings of the log that the disk is full, s."""
+"""Shortest time between two warnings in the log that the disk is full, s."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Saving:
     _under_way: Future[TrainerState] | None = None
     _event: dict[str, Value] = field(default_factory=dict)  # metric record of the checkpoint under way
     _no_room: DiskFullError | None = None  # why the last checkpoint failed, if the disk was full
-    _give_up: float = math.inf  # when the last save is no longer tried again, by the monotonic clock
+    _give_up: float = math.inf  # when ``save_last`` stops trying, by the monotonic clock
     _told: float = -math.inf  # when the log last said that the disk is full, by the same clock
 
     @property
@@ -76,7 +76,7 @@ class Saving:
             BUFFER_FILE: self.buffer.snapshot(),
             PROMPTS_FILE: partial(dict, done=self.completed.to_array()),
         }
-        # Before the checkpoint is complete, the metrics are flushed, so that they contain all that it counts.
+        # Metrics are flushed before the checkpoint is complete, so that they explain all of its counts.
         self._under_way = self.checkpoints.save(state, self.learner, files, records=self.metrics.sync)
         self.note()
 
@@ -98,7 +98,7 @@ class Saving:
             self.metrics.log(self._event)
 
     def _postpone(self, fault: str) -> None:
-        """Log that the checkpoint was left out for lack of space; of the last one's retries, one a minute."""
+        """Log that a checkpoint failed for lack of space; retries of ``save_last`` once a minute."""
         now, last = time.monotonic(), self._give_up < math.inf
         tell = now - self._told >= TELL_SECONDS
         until = time.time() + self._give_up - now if last else None

@@ -122,7 +122,7 @@ class EngineCheck:
         return len(self.answers) == self.wanted
 
     def measure(self, reference: Reference) -> Scored:
-        """Compute the answers' log-probabilities again, with ``reference``, which is unchanged afterwards."""
+        """Return the comparison, made with the model of ``reference``, which is unchanged afterwards."""
         rows = reference.logprobs_under(self.weights, self.answers)
         return Scored(Sums.between(self.answers, rows))
 
@@ -132,13 +132,13 @@ class Scorer:
 
     A group is set aside if the task's code raises, or takes too long. ``finished`` and ``judged`` raise
     ConfigError after ``most_rejected`` groups in a row of which nothing is left, or as many answers in a row
-    that could not be judged. They raise it at once if the task violates ports.Task, or keeps hanging.
+    that could not be judged; and also if the task violates ports.Task, or MOST_HANGING of its calls hang.
 
-    reference: None if searchers hold no model of the reference. Trajectories then record NaN if the trainer
-    computes the reference's log-probabilities, and otherwise the sampler's, with reference BEHAVIOUR.
+    reference: None if searchers hold no reference model. Trajectories then record the sampler's
+    log-probabilities if the reference is BEHAVIOUR, and otherwise NaN, for the trainer to compute.
     call_seconds: time limit of a call of the task's code, unless the task sets its own. underway: records
-    which call is being made. temperature: sampling temperature of requests that are not tempered; None: no
-    request is tempered.
+    which call is being made. temperature: the run's sampling temperature. Groups sampled at another one are
+    left out of entropy and KL; None: none is.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Scorer:
         self._judging.append(self._worker.submit(lambda: self._judge(batch)))
 
     def note_stop(self) -> None:
-        """Record that the process was asked to end, so that no call of the task is blamed for that."""
+        """Record that the process was asked to end, so that no call of the task is blamed for its end."""
         if self._underway:
             self._underway.close()
 
@@ -380,7 +380,7 @@ class Scorer:
         return list(zip(correct, checked_grades(self._task, len(correct)), strict=True))
 
     def _ref_logprobs(self, answers: list[Group]) -> list[float | None]:
-        """Return log π_ref of the sampled tokens of each answer together, nats; None without a reference."""
+        """Return log π_ref of each answer, summed over sampled tokens, nats; None without a reference."""
         if not self._reference:
             return [None] * len(answers)
         rows = zip(answers, self._reference.logprobs_of(answers), strict=True)
@@ -398,7 +398,7 @@ class Scorer:
         return NOTHING
 
     def _seal(self) -> Scored:
-        """Seal the open shard. It is then durable, and its groups are acknowledged, before it is offered."""
+        """Seal the open shard. From here on it is durable, and its groups are acknowledged."""
         start = time.monotonic()
         shard = self._shards.seal()
         return Scored(Sums(seal_seconds=time.monotonic() - start), shard)

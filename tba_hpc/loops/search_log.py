@@ -49,7 +49,7 @@ class Sums:
     parts: dict[str, float] = field(default_factory=dict)
     """Sums of each named summand of the reward."""
 
-    # Over the sampled tokens of these groups, unless the request was tempered
+    # Over the sampled tokens of these groups, but for those sampled at a random temperature
     own: int = 0
     """Number of sampled tokens."""
     logprob: float = 0.0
@@ -113,9 +113,9 @@ class Sums:
 
     @classmethod
     def between(cls, groups: Sequence[Group], logprobs: Sequence[Sequence[np.ndarray]]) -> Sums:
-        """Return the sums that compare the log-probabilities in ``groups`` with others, at sampled tokens.
+        """Return sums that compare the engine's log-probabilities in ``groups`` with ``logprobs``.
 
-        logprobs: float32 [T] by group and completion.
+        logprobs: float32 [T] by group and completion. Only sampled tokens are compared.
         """
         pairs = list(zip(groups, logprobs, strict=True))
         here = np.concatenate([_sampled(group, [c.logprobs for c in group.completions]) for group in groups])
@@ -150,7 +150,7 @@ class Sums:
 
 
 def _sampled(group: Group, rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the values at sampled tokens, float32 [A]. rows: a value per token, [T], by completion."""
+    """Return the values at all sampled tokens of a group, float32 [A]. rows: values [T], by completion."""
     return np.concatenate([row[c.action_T] for c, row in zip(group.completions, rows, strict=True)])
 
 

@@ -31,8 +31,8 @@ class Searcher:
 
     requests: the training requests that this searcher issues, in order. report: function that receives this
     searcher's part of an evaluation. stop_asked: returns whether a signal has asked this process to stop.
-    sequences: number of completions that the engine is given at a time, decoded or queued. pending_shards:
-    number of offered and unmerged shards at which generation pauses. log_seconds: interval of metric records,
+    sequences: requests are submitted while fewer completions than this are in flight. pending_shards: number
+    of offered and unmerged shards at which generation pauses. log_seconds: interval of metric records,
     s. weights_in_use: function called each time the engine has loaded weights.
     """
 
@@ -85,7 +85,7 @@ class Searcher:
         self._log()
 
     def _take_weights(self) -> None:
-        """Load the newest weights, unless an evaluation needs the current ones or a load is in progress."""
+        """Load new weights, if any, unless an evaluation needs the current ones or a load is in progress."""
         if self.generator.loading:
             return
         if self._awaited and self.generator.version == self._awaited.version:
@@ -179,7 +179,7 @@ class Searcher:
                 self.report(part)
 
     def _pass_on_stop(self) -> None:
-        """Ask the trainer to end the run, and abandon evaluations, which would only delay that."""
+        """If a stop was asked for, ask the trainer to end the run, and abandon evaluations."""
         if self.stop_asked():
             self.scorer.note_stop()
             self.exchange.request_stop()
@@ -197,7 +197,7 @@ class Searcher:
         now = time.monotonic()
         seconds, self._logged = now - self._logged, now
         spent = self._clock.reset()
-        before = self._busy_seconds  # time that exceeds the interval goes to the next records
+        before = self._busy_seconds  # what exceeds the interval counts in the next records
         self._busy_seconds = min(self.generator.busy_seconds, before + seconds)
         self.metrics.log(
             {

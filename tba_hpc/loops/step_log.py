@@ -35,7 +35,7 @@ class StepLog:
     longest_step: float = 0.0
     clock: Clock = field(default_factory=Clock)
     _steps: int = 0
-    _wall: float = 0.0  # seconds since the first WARMUP_STEPS
+    _wall: float = 0.0  # duration of the steps after the first WARMUP_STEPS, s
     _learning: float = 0.0  # seconds of _wall spent in the learner
 
     def write(self, step: int, batch: TrajectoryBatch, learned: Mapping[str, float]) -> float:
@@ -80,7 +80,7 @@ class StepLog:
         return wall
 
     def _wait_share(self, wall: float, learning: float) -> float | None:
-        """Add a step; return the share of time that was not spent in the learner since WARMUP_STEPS, or None.
+        """Add a step; return the share of time spent outside the learner. The first WARMUP_STEPS return None.
 
         wall: duration of the step, s. learning: how much of it was spent in the learner, s.
         """

@@ -20,7 +20,7 @@ NICENESS = 5
 43 s without."""
 
 MOST_HANGING = 3
-"""Number of calls that hang at which a searcher ends."""
+"""Number of hanging calls after which a searcher ends."""
 
 LEAVING_SECONDS = 5.0
 """Longest time that an ending process waits for a thread's current call, s."""
@@ -34,9 +34,9 @@ class TaskCalls:
     """Makes all calls in one thread. If a call hangs, its thread is left behind and replaced.
 
     task: name of the task's class, for errors. seconds: time limit of a call, halved after each call that
-    hangs. All of these together thus take less than twice ``seconds``, so that the searcher reports the
-    cause before other ranks give up on it. noted: context in which each call runs. ``run.underway`` records
-    there which call is being made, in case it ends the process.
+    hangs. All hanging calls together thus take less than twice ``seconds``, so that the searcher reports the
+    cause before other ranks give up on it. noted: makes the context in which a call runs, from its name.
+    ``run.underway`` notes the name there, in case the call ends the process.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class TaskCalls:
         self._worker = background_worker("task")
 
     def __call__(self, what: str, call: Callable[[], T], more: str = "") -> T:
-        """Make a call and return its result. Raises what it raises.
+        """Make a call, and return its result or raise its exception.
 
-        Raises OverranError after the time limit, and ConfigError if this is the last of MOST_HANGING calls.
-        what: name of the call. more: further words for errors.
+        Raises OverranError if the call exceeds its time limit, and ConfigError if it is the MOST_HANGING-th
+        to do so. what: name of the call. more: words that follow the name in errors.
         """
         with self._noted(what):
             done = self._worker.submit(call)

@@ -42,8 +42,8 @@ MARGIN_SECONDS = 30.0
 class Trainer:
     """The leading trainer's loop, from ``state`` (fresh or restored) to ``config.train.steps``.
 
-    saved: state in the newest checkpoint. It may be older than ``state``, for which pending shards have been
-    merged. stop_asked: returns whether a signal has asked this process to stop. elastic_leases: returns the
+    saved: state in the newest checkpoint. ``state`` may be newer, because pending shards have been merged
+    since. stop_asked: returns whether a signal has asked this process to stop. elastic_leases: returns the
     leases of the present elastic searchers, by searcher. job_end: time at which the job ends, unix seconds.
     """
 
@@ -123,7 +123,7 @@ class Trainer:
     def _publish(self) -> None:
         """Publish weights if that is due.
 
-        Shards that have arrived are merged before, because they belong to the previous sync.
+        Shards that have arrived are merged first, because they belong to the previous sync.
         """
         self._update_reference()
         self._merge_arrived()
@@ -177,8 +177,8 @@ class Trainer:
     def _merge_arrived(self) -> None:
         """Merge the shards that have arrived, evict what is stale, and note when new completions arrived.
 
-        During the initial filling this means that the buffer has grown, because completions that only replace
-        equal ones could arrive forever.
+        While the initial buffer is filling, they count only if the buffer grows, because completions that
+        replace equal ones could arrive forever.
         """
         self.freshness.note_elastic_leases(self.elastic_leases)
         shards = self.exchange.collect()
@@ -194,7 +194,7 @@ class Trainer:
 
     @property
     def _timeout(self) -> float:
-        """Longest wait for shards, s. It is longer before the first, because engines may be starting."""
+        """Longest wait for a shard, s. The first may take longer, because engines may still be starting."""
         launch = self.config.launch
         return launch.timeout_seconds if self._last_arrival else launch.start_seconds
 
@@ -238,7 +238,7 @@ class Trainer:
                 self._saving.save(self.state)
 
     def _save_last(self) -> None:
-        """Save the last state, and wait for that. Raises DiskFullError if the disk stays full."""
+        """Save the last state, and wait until it is on disk. Raises DiskFullError if the disk stays full."""
         give_up = time.monotonic() + self.config.launch.disk_seconds
         self._saving.save_last(self.state, give_up=min(give_up, self.job_end - self._saving.seconds))
 
