@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import make_random_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typed import tba
 
 from tba_hpc.commands.ask import Asked, Reply, ask, print_answers
@@ -94,11 +94,12 @@ def test_several_answers_are_drawn_alike_from_the_same_seed(tmp_path: Path, mode
         replies(temperature=0.0)
 
 
-def test_samples_follow_the_softmax_of_the_logits_over_the_temperature(model: Path) -> None:
+def test_samples_follow_the_softmax_of_the_logits_over_the_temperature(tmp_path: Path, model: Path) -> None:
     """First tokens of 4,000 answers against the probabilities, whatever settings the model was saved with."""
-    answers, temperature = HfAnswers(str(model), "float32"), 0.7
-    answers._model.generation_config.top_k = 2
-    answers._model.generation_config.repetition_penalty = 5.0
+    saved = shutil.copytree(model, tmp_path / "m")
+    own = GenerationConfig(do_sample=True, temperature=0.1, top_k=2, min_p=0.9, repetition_penalty=5.0)
+    own.save_pretrained(saved)
+    answers, temperature = HfAnswers(str(saved), "float32"), 0.7
     tokens = answers.tokenizer.encode("12")
     with torch.inference_mode():
         logits = answers._model(torch.tensor(tokens)[None].long()).logits[0, -1]

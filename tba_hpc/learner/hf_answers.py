@@ -18,8 +18,8 @@ from tba_hpc.learner.hf_model import HfTokenizer, load_policy, load_tokenizer, s
 class HfAnswers:
     """A model that answers questions, on the GPU if there is one.
 
-    path: folder or hub name. dtype: None: that of the stored weights. Raises ConfigError if there is no such
-    model.
+    path: folder or hub name. dtype: of the weights in memory; None: as stored. Raises ConfigError if there is
+    no such model.
     """
 
     def __init__(self, path: str, dtype: Dtype | None = None) -> None:
@@ -30,14 +30,18 @@ class HfAnswers:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self._path = path
         self._model = load_policy(path, self.dtype).eval().to(self.device)
+        own = self._model.generation_config.eos_token_id
+        own_ends = own if isinstance(own, list) else [] if own is None else [own]
+        self._ends = {self.tokenizer.eos_token_id, *own_ends}
+        self._model.generation_config = GenerationConfig()  # else generate() adds its sampling parameters
 
     def answer(
         self, tokens: np.ndarray, sampling: Sampling, *, samples: int = 1, stop: Sequence[str] = (), seed: int
     ) -> list[Completion]:
         """Sample answers to a prompt.
 
-        tokens: the prompt, int32 [T]. samples: number of answers. stop: strings that end an answer. The
-        log-probabilities of the answers are not computed; they are NaN.
+        tokens: the prompt, int32 [T]. samples: number of answers. stop: strings that end an answer. seed: of
+        torch's random numbers. The log-probabilities of the answers are not computed; they are NaN.
         """
         torch.manual_seed(seed)
         prompt = torch.tensor(tokens, dtype=torch.long, device=self.device)[None]
@@ -51,7 +55,7 @@ class HfAnswers:
         return [self._completion(row[len(tokens) :].cpu().numpy(), sampling) for row in rows]
 
     def _settings(self, sampling: Sampling, samples: int, stop: Sequence[str]) -> GenerationConfig:
-        """Make generation settings. The model's own sampling parameters would change the distribution."""
+        """Make transformers' settings for ``samples`` answers."""
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         return GenerationConfig(
             do_sample=sampling.temperature > 0,
@@ -62,12 +66,6 @@ class HfAnswers:
             eos_token_id=sorted(self._ends),
             pad_token_id=self.tokenizer.eos_token_id,
         )
-
-    @property
-    def _ends(self) -> set[int]:
-        """Ids of the end-of-sequence tokens: the tokenizer's, and those of the model's settings."""
-        own = self._model.generation_config.eos_token_id
-        return {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own] if own else [])}
 
     def _completion(self, row: np.ndarray, sampling: Sampling) -> Completion:
         """Make a completion of a generated row, int [L], without the padding at its end."""
