@@ -45,7 +45,7 @@ class Adapter:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Tensor]], scale: float) -> Adapter:
-        """Make an adapter from tensors and their names, each of which ends with the suffix A or B."""
+        """Make an adapter from pairs of name and tensor. Each name ends with the suffix A or B."""
         named = dict(tensors)
         return cls({name: (named[name + A], named[name + B]) for name in _layers(named)}, scale)
 
@@ -87,7 +87,7 @@ def tensor_in(buffer: np.ndarray, slot: WeightSlot) -> Tensor:
 
 
 def tensors_in(buffer: np.ndarray, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor for all tensors of a layout, as views of ``buffer``; see ``tensor_in``."""
+    """Yield each tensor's name, and the tensor as a view of ``buffer``; see ``tensor_in``."""
     return ((slot.name, tensor_in(buffer, slot)) for slot in layout.slots)
 
 
@@ -129,8 +129,8 @@ def identity(weights: Mapping[str, Tensor]) -> str:
     """Return a digest that tells models apart, in hexadecimal.
 
     It covers each weight's name, dtype and shape, and the sum of its elements, whose bits are read as
-    integers. Sums are used because a cryptographic hash of 140 GB would take minutes. Somebody who wants to
-    can make other weights with the same sums.
+    integers. Sums are used because a cryptographic hash of 140 GB would take minutes. They do not protect
+    against weights that were forged to have the same sums.
     """
     digest = sha256()
     for name in sorted(weights):

@@ -203,7 +203,7 @@ class DeepSpeedLearner:
 
         The value is 0 at tokens that were not sampled. ``batch`` may have any number of groups.
         """
-        again = -batch.groups % self._group.ranks  # number of groups to repeat, so that all ranks get as many
+        again = -batch.groups % self._group.ranks  # groups to repeat, so that all ranks get equally many
         even = batches.take_groups(batch, np.resize(np.arange(batch.groups), batch.groups + again))
         even = batches.with_top_logprobs(even, 0)
         with self._all("reference", step, batch=even):
@@ -249,8 +249,8 @@ class DeepSpeedLearner:
         """Execute the leader's commands until the leader closes its learner.
 
         next_weights: returns the buffer, uint8 [layout.nbytes], for this rank's part of the next weights;
-        None: this rank writes none. The stacks of a rank that takes too long for a command go to its log.
-        Raises ExchangeError if the leader is gone.
+        None: this rank writes none. A rank whose command takes longer than launch.stack_seconds logs the
+        stacks of its threads. Raises ExchangeError if the leader is gone.
         """
         while (command := self._group.receive()).name != "close":
             with self._group.together(), stacks_if_late(self._config.launch.stack_seconds):
@@ -318,10 +318,10 @@ class DeepSpeedLearner:
         in the batch.
 
         An objective needs whole groups, but a part may have several micro-batches. The loss depends on the
-        weights θ only through log-probabilities: dL/dθ = Σ_t dL/dlog π_t · dlog π_t/dθ. So the
-        log-probabilities of all micro-batches are computed first, without gradient; from them the slopes
-        dL/dlog π_t; and then each micro-batch again, with gradient, which is multiplied by its slopes. A part
-        of one micro-batch needs only one pass.
+        weights θ only through log-probabilities: dL/dθ = Σ_t dL/dlog π_t · dlog π_t/dθ. So a first pass
+        computes the log-probabilities of all micro-batches without gradient, and the loss gives the slopes
+        dL/dlog π_t. A second pass computes each micro-batch again, and weights its gradient by the slopes. A
+        part of one micro-batch needs only one pass.
         """
         once = len(part.passes) == 1
         of_token = part.passes[0].sampled_A.shape[1:]
@@ -430,7 +430,7 @@ class DeepSpeedLearner:
 
     def _save_in_background(self, folder: Path) -> None:
         """Write a follower's part of a checkpoint in the background, and report the result to the leader."""
-        wait([self._written])  # the next copy uses its memory again
+        wait([self._written])  # its memory is that of the next copy
         write = self._save(folder)
         self._written = in_background(write)
 
@@ -463,7 +463,7 @@ class DeepSpeedLearner:
         reports = [json.loads(report) for report in self._group.gather(json.dumps([lines, fault, full]))]
         faults = [(bool(full), fault) for _, fault, full in reports if fault]
         if faults:
-            full, fault = min(faults)  # a full disk comes last, because another try may solve it
+            full, fault = min(faults)  # other faults precede a full disk, which a retry may solve
             raise (DiskFullError if full else StateError)(fault)
         return "".join(lines for lines, *_ in reports)
 
@@ -575,17 +575,16 @@ class _CopyingEngine(TorchCheckpointEngine):
         self._snapshot = snapshot
 
     def save(self, state_dict: dict[str, Any], path: str) -> None:
-        """Copy a state into the snapshot, instead of writing it as DeepSpeed asks.
+        """Copy a state into the snapshot, instead of writing it to ``path`` as DeepSpeed asks.
 
-        path: file to which the snapshot's functions write it later. If a copy does not fit into memory, the
-        state is written there at once.
+        The snapshot's functions write it there later, or at once if a copy does not fit into memory.
         """
         self._snapshot.add(state_dict, path)
 
 
 @contextmanager
 def _unwritable(folder: Path) -> Iterator[None]:
-    """Turn an error of writing into StateError or DiskFullError; let the loss of another rank pass."""
+    """Turn an error in writing a checkpoint into StateError or DiskFullError. A lost rank's error passes."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch's writer raises either
@@ -600,13 +599,13 @@ def _unwritable(folder: Path) -> Iterator[None]:
 def _layout(
     parameters: Mapping[str, torch.nn.Parameter], config: Config, lora: LoraWeights | None = None
 ) -> WeightLayout:
-    """Lay out parameters, given by name, with their unsharded shapes, in model.dtype."""
+    """Return the layout of named parameters, unsharded, in model.dtype. lora: given for an adapter."""
     shapes = [(name, tuple(_unsharded(parameter).shape)) for name, parameter in parameters.items()]
     return WeightLayout.of(shapes, SAFETENSORS_NAME[config.model.dtype], lora)
 
 
 def _leave_out_the_base(model: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Hook of torch that leaves frozen weights out of checkpoints. DeepSpeed itself would keep tied ones."""
+    """Remove frozen weights from a state dict, as a hook of torch. DeepSpeed itself would keep tied ones."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             state.pop(prefix + name, None)
@@ -683,7 +682,7 @@ def _own_steps(optimizer: torch.optim.Optimizer) -> None:
 def _buckets(parts: Sequence[Sequence[WeightSlot]]) -> Iterator[list[WeightSlot]]:
     """Divide the tensors of all ranks' parts into buckets of at most BUCKET_BYTES, or of one larger tensor.
 
-    Parts take turns: a tensor comes the earlier, the nearer it is to the beginning of its part.
+    Tensors are ordered by their distance from the beginning of their part, so that parts take turns.
     """
     by_place = [(slot.start - part[0].start, slot) for part in parts for slot in part]
     bucket: list[WeightSlot] = []

@@ -19,9 +19,10 @@ A smaller number takes less memory, but more messages.
 def deepspeed_settings(config: Config, parameters: int) -> dict[str, Any]:
     """Return all of DeepSpeed's settings for a model.
 
-    parameters: the number of trained parameters, or an upper bound. Gradients accumulate over any number of
-    micro-batches, until the engine's ``step``. If train.deepspeed offloads the optimizer to the CPU, it is
-    still torch's AdamW, because DeepSpeed's own would need a compiler.
+    parameters: the number of trained parameters, or an upper bound.
+
+    Gradients accumulate over any number of micro-batches, until the engine's ``step``. An optimizer that
+    train.deepspeed offloads to the CPU is torch's AdamW, too, because DeepSpeed's own would need a compiler.
     """
     bucket = min(BUCKET_ELEMENTS, parameters)
     ours = {
@@ -56,5 +57,5 @@ def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]
 
 
 def is_fused(device: torch.device) -> bool | None:
-    """Return torch AdamW's argument ``fused``: True on a GPU, where a few kernels then update all weights."""
+    """Return AdamW's argument ``fused``: True on a GPU, where few kernels then update all weights."""
     return True if device.type == "cuda" else None

@@ -33,7 +33,7 @@ REFUSES = (
 """Error message for a conversation that a chat template refuses."""
 
 WITHOUT_DEFAULTS = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""Names of tokenizer classes whose special tokens are only those in their files. Others have default ones."""
+"""Names of tokenizer classes without default special tokens: they have only those in their files."""
 
 
 class FileTokenizer:
@@ -59,9 +59,9 @@ class FileTokenizer:
 
     @classmethod
     def find(cls, model: str) -> FileTokenizer | None:
-        """Load the tokenizer of a model's folder or cached hub name; None if only transformers can load it.
+        """Load a model's tokenizer; None if its files are not here, or only transformers can read them.
 
-        Raises ConfigError if there is no end-of-sequence token.
+        model: folder or hub name. Raises ConfigError if there is no end-of-sequence token.
         """
         places = [_place(model, name) for name in FILES]
         if None in places:
@@ -79,13 +79,13 @@ class FileTokenizer:
 
     @cached_property
     def control_tokens(self) -> list[int]:
-        """Ids of the special tokens that a text can contain by spelling them out, such as <|im_end|>."""
+        """Ids of the special tokens that appear if a text contains their names, such as <|im_end|>."""
         unknown = _text(self._settings.get("unk_token"))
         added = self._tokenizer.get_added_tokens_decoder().items()
         return [token for token, known in added if known.special and known.content != unknown]
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens, int32 [T], of ``text``, without special tokens unless there are no others."""
+        """Return the tokens, int32 [T], of ``text``. Special tokens are added only if there are no others."""
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.asarray(tokens or self._tokenizer.encode(text).ids, np.int32)
 
@@ -98,8 +98,8 @@ class FileTokenizer:
     ) -> str:
         """Return the text of a conversation; see ``ports.ChatTokenizer``.
 
-        If there is no chat template, or if transformers is not installed, these are the messages' texts, one
-        after the other. Raises ConfigError if the template refuses the messages.
+        If there is no chat template, or if transformers is not installed, the messages' texts are only
+        joined. Raises ConfigError if the template refuses the messages.
         """
         if not self.has_chat:
             return "".join(message["content"] for message in messages)
@@ -142,10 +142,9 @@ class FileTokenizer:
 
 
 def end_ids(model: str) -> set[int]:
-    """Return the ids of the end-of-sequence tokens in a model's configuration; none if it names none.
+    """Return the ids of the end-of-sequence tokens in a model's configuration; may be empty.
 
-    An engine ends completions at these tokens, too, and not only at the tokenizer's. model: folder or hub
-    name.
+    An engine ends completions at these tokens as well as at the tokenizer's. model: folder or hub name.
     """
     for name in ("generation_config.json", "config.json"):
         if place := _place(model, name):

@@ -48,13 +48,13 @@ class FolderStore(dist.Store):
         return sum(int((self.folder / name).read_bytes()) for name in added)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all of these entries exist."""
+        """Return whether entries exist for all ``keys``."""
         return {_name(key) for key in keys} <= set(listing(self.folder))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all of these entries exist.
+        """Wait until entries exist for all ``keys``. Raises torch's DistStoreError after ``timeout``.
 
-        timeout: None: the deadline. Raises torch's DistStoreError afterwards.
+        timeout: None: the store's deadline.
         """
         seconds = timeout.total_seconds() if timeout else self._deadline
         give_up, pause = time.monotonic() + seconds, FIRST_PAUSE

@@ -49,7 +49,7 @@ RESCALED_LOGITS = (
 
 
 class HfTokenizer:
-    """A Tokenizer of transformers. day: the date for chat templates that contain today's; None: today."""
+    """A Tokenizer of transformers. day: the date that chat templates print as today's; None: the real one."""
 
     def __init__(self, tokenizer: TransformersTokenizer, eos_token_id: int, day: date | None = None) -> None:
         self._tokenizer = tokenizer
@@ -124,7 +124,7 @@ def load_tokenizer(path: str, key: str = "model.path", *, day: date | None = Non
 
 
 def use_tensor_cores(device: torch.device) -> None:
-    """Let a GPU multiply float32 matrices in TF32 (10 bits of mantissa), which is several times faster."""
+    """Let a GPU multiply float32 matrices in TF32 (10 bits of mantissa), several times faster."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
 
@@ -133,8 +133,8 @@ def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = No
     """Load a causal language model from a folder or hub name, on the CPU, in ``dtype``, without dropout.
 
     Dropout is off because log-probabilities must be those of the policy that samples. in_parts: DeepSpeed's
-    settings, if ZeRO-3 shall shard the parameters over the trainer ranks while they are read; all ranks must
-    then call this together. None: load them whole. Raises ConfigError if there is no such model, or if its
+    settings, to shard the parameters by ZeRO-3 while they are read; all trainer ranks must then call this
+    together. None: load the whole model. Raises ConfigError if there is no such model, or if its
     files lack weights.
     """
     config = _from_pretrained(AutoConfig, path)
@@ -157,7 +157,7 @@ def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = No
 
 
 def _compute_buffers_again(policy: PreTrainedModel, dtype: Dtype) -> None:
-    """Compute a sharded model's buffers that are in no file, such as position frequencies, again and exactly.
+    """Replace a sharded model's buffers that are in no file, such as position frequencies, with exact ones.
 
     ZeRO-3 makes every tensor in the dtype of the weights; frequencies in bfloat16 are up to 0.4 % off.
     Buffers that were read from a file stay as they are.
@@ -370,8 +370,8 @@ class _ChunkedLogprob(torch.autograd.Function):
             logits = logits_of(hidden_TD[rows])
             slope_TJ = grad_TJ[rows] / ctx.temperature
             logits.sub_(normalizer_T1[rows]).exp_().mul_(-slope_TJ.sum(1, keepdim=True))
-            # The first token may come again among the others. It is added alone, because within a call a GPU
-            # adds in any order, and results would differ from run to run.
+            # Another column may repeat the token of column 0, which is therefore added alone: within a call
+            # a GPU adds in any order, and results would differ from run to run.
             for columns in (slice(1), slice(1, None)):
                 logits.scatter_add_(1, token_TJ[rows, columns], slope_TJ[:, columns])
             logits_grad = logits.to(weight_VD.dtype)
@@ -427,7 +427,7 @@ def _has_varlen_kernel(model: PreTrainedModel, weight: Tensor) -> bool:
 
 
 def _shares_prompts(model: PreTrainedModel) -> bool:
-    """Return whether sequences that lie in one row may share a prompt there.
+    """Return whether sequences in one row can share their prompt (``shared_prompts``).
 
     The model must take positions from ``position_ids``, and all of its layers must have full attention.
     Recurrent states, sliding windows, and distances counted along the row (ALiBi) rule this out.
@@ -450,8 +450,8 @@ def _require_plain_logits(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if rescaled:
         raise ConfigError(
-            f"{name} changes its logits after the output layer ({', '.join(rescaled)}), which the chunked "
-            "log-probabilities do not do: train a model without it, such as Llama, Qwen, GPT-NeoX or GPT-2"
+            f"{name} changes its logits after the output layer ({', '.join(rescaled)}), which training does "
+            "not support: train a model that does not, such as Llama, Qwen, GPT-NeoX or GPT-2"
         )
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise ConfigError(

@@ -67,9 +67,8 @@ class HfReference:
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
         """Compute ``logprobs_of`` groups under other weights of the same architecture and dtype.
 
-        Whole policies are swapped with the reference's weights, tensor by tensor, without extra memory, and
-        swapped back afterwards, bit for bit. A LoRA adapter is attached to the initial weights instead, for
-        which it was trained.
+        A whole policy is swapped with the reference's weights, tensor by tensor, without extra memory, and
+        swapped back afterwards, bit for bit. A LoRA adapter is attached to the initial weights instead.
         """
         with self._under(weights):
             return self.logprobs_of(groups)
@@ -155,7 +154,7 @@ class HfReference:
     def on_device(self, device: torch.device, step: int) -> Iterator[PolicyLogprobs]:
         """Yield the reference of ``step`` as a module with its tensors on ``device``, for a trainer rank.
 
-        After the block its tensors are in host memory again; if ``device`` is a GPU, it is page-locked.
+        After the block they are in host memory again, page-locked if ``device`` is a GPU.
         """
         if step != self.step:
             self.load(step)

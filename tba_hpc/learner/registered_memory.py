@@ -29,7 +29,7 @@ MAPS_KEPT = 2
 
 
 class RegisteredMemory:
-    """Registrar of this process's memory with CUDA. Without a GPU it does nothing.
+    """This process's memory that is registered with CUDA. Without a GPU it does nothing.
 
     cudart: CUDA's runtime library; None: torch's, if there is a GPU.
     """
@@ -112,7 +112,7 @@ def try_a_page(cudart: Any = None) -> str:
 
 
 def _owner(memory: np.ndarray) -> np.ndarray:
-    """Return the array of which ``memory`` is a view, perhaps of a view. Its deletion unmaps the memory."""
+    """Return the array that owns the memory of a view. Deleting that array unmaps the memory."""
     while isinstance(memory.base, np.ndarray):
         memory = memory.base
     return memory

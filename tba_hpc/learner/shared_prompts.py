@@ -1,8 +1,8 @@
 """Attention within each of many sequences that lie in one row, in which every prompt appears once.
 
-A row is what a model takes for one long sequence (``core.packing``). Only attention mixes its tokens. Here it
-first gathers the keys and values of each sequence from the row. What remains is plain causal attention, for
-which there are fast kernels, as there are none for a custom mask.
+A model treats a row as one long sequence (``core.packing``). Only attention mixes the row's tokens. Here
+attention first gathers the keys and values of each sequence. What remains is plain causal attention, which
+has fast kernels, unlike attention with a custom mask.
 
 Shape letters: N or n sequences, L padded length, R tokens of the row, S keys of all sequences, H heads, d
 head size, F = H·d.
@@ -36,7 +36,7 @@ CAUSAL = (-1, 0)
 class _Gather(torch.autograd.Function):
     """Function like index_select whose backward pass sums the gradients of repeated rows in float32.
 
-    That of index_select rounds the sum to the dtype of the values after each term.
+    index_select itself rounds the sum to the dtype of the values after each term.
     """
 
     @staticmethod

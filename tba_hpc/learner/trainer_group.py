@@ -96,7 +96,7 @@ class TrainerGroup:
         _set_environment(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=self.local_ranks)
         self._not_ours = own_listeners()  # sockets that listened before this group opened its own
         timeout = timedelta(seconds=deadline)
-        self._longest = max(timeout, timedelta(seconds=start_deadline or 0))  # it may still start
+        self._longest = max(timeout, timedelta(seconds=start_deadline or 0))  # a follower may be starting
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=self._entries, timeout=timeout, rank=rank, world_size=ranks)
         self._commands = dist.new_group(backend="gloo", timeout=IDLE_DEADLINE)
