@@ -61,7 +61,7 @@ def test_a_searcher_that_never_comes_is_made_up_for_after_one_deadline(
 ) -> None:
     assert go(bounded(tmp_path, searchers=2, deadline=4), TabularTask(TABLE)) == [0] * STEPS
     (warning,) = [
-        record.message for record in caplog.records if "others are granted as many" in record.message
+        record.message for record in caplog.records if "other searchers are granted" in record.message
     ]
     assert "holds 2 of the 4 groups that step 0 needs and no new one has arrived for 4 s" in warning
     assert "see the logs of searchers 1, which have yet to answer" in warning

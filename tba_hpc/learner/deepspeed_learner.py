@@ -249,8 +249,8 @@ class DeepSpeedLearner:
         """Execute the leader's commands until the leader closes its learner.
 
         next_weights: returns the buffer, uint8 [layout.nbytes], for this rank's part of the next weights;
-        None: this rank writes none. A rank whose command takes longer than launch.stack_seconds logs the
-        stacks of its threads. Raises ExchangeError if the leader is gone.
+        None if this rank writes no weights. A rank whose command takes longer than launch.stack_seconds logs
+        the stacks of its threads. Raises ExchangeError if the leader is gone.
         """
         while (command := self._group.receive()).name != "close":
             with self._group.together(), stacks_if_late(self._config.launch.stack_seconds):
@@ -415,7 +415,7 @@ class DeepSpeedLearner:
     ) -> Iterator[tuple[WeightSlot, Tensor]]:
         """Yield the unsharded tensors of ``slots``; each is valid until the next is taken.
 
-        slots: those that this rank copies; all of them belong to ``layout``. Under ZeRO-3 all ranks must call
+        slots: the tensors of ``layout`` that this rank copies. Under ZeRO-3 all ranks must call
         this, because they gather each bucket of parameters together. A bucket holds about equally many bytes
         of every rank's part, so that no rank waits for another's copies.
         """

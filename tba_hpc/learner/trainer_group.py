@@ -44,7 +44,7 @@ SIZE = struct.Struct("<q")
 class Command:
     """A command that the leader sends to all followers.
 
-    name: which method to execute. arguments: its arguments, as JSON holds them. arrays: arrays of numbers.
+    name: the work to do, such as "step". arguments: its numbers and texts. arrays: its arrays, by name.
     """
 
     name: str
@@ -158,7 +158,7 @@ class TrainerGroup:
     def gather(self, text: str) -> list[str]:
         """Return the texts of all ranks, in the order of ranks. No text may be empty.
 
-        This has its own connections, so that one thread of each rank may call it while others use the group.
+        One thread of each rank may call this while other threads use the group.
         Raises ExchangeError if another rank is gone, or does not call this within the deadline.
         """
         if self._alone:
@@ -191,7 +191,7 @@ class TrainerGroup:
         self.total(np.zeros(1))
 
     def background_barrier(self) -> None:
-        """Wait until all ranks have called this, each in one thread. Other threads may use the group."""
+        """Wait until one thread of each rank has called this. Other threads may use the group meanwhile."""
         if not self._alone:
             dist.all_reduce(torch.zeros(1), group=self._background)
 

@@ -167,15 +167,15 @@ class Freshness:
     def exclude_unresponsive(self, step: int, timeout: float) -> None:
         """Exclude the searchers that owe answers, after ``timeout`` seconds without a shard.
 
-        Other searchers are granted as many requests. Raises ExchangeError if there are no others, or if
-        staleness is unbounded, because then there is no budget.
+        Other searchers are granted requests in their place. Raises ExchangeError if there are no others, or
+        if staleness is unbounded, because then there is no budget.
         """
         shortage, remedy = self._shortage(step)
         silence = f"the replay buffer {shortage} and no new one has arrived for {timeout:.0f} s: {remedy}"
         if self._budget is None:
             raise ExchangeError(silence)
         self._budget.exclude(set(self._owed), silence)
-        log.warning("%s; others are granted as many requests", silence)
+        log.warning("%s; other searchers are granted requests instead", silence)
 
     def _shortage(self, step: int) -> tuple[str, str]:
         """Return what the buffer lacks, as the end of a sentence, and what the user can do."""

@@ -70,7 +70,7 @@ Itemised = tuple[list[float], Mapping[str, Sequence[float]]]
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Result of scoring or sealing. sums: over the scored groups. shard: the sealed one, if any."""
+    """Result of scoring or sealing. sums: over the scored groups. shard: the sealed shard, if any."""
 
     sums: Sums = field(default_factory=Sums)
     shard: Shard | None = None
@@ -137,8 +137,8 @@ class Scorer:
     reference: None if searchers hold no reference model. Trajectories then record the sampler's
     log-probabilities if the reference is BEHAVIOUR, and otherwise NaN, for the trainer to compute.
     call_seconds: time limit of a call of the task's code, unless the task sets its own. underway: records
-    which call is being made. temperature: the run's sampling temperature. Groups sampled at another one are
-    left out of entropy and KL; None: none is.
+    which call is being made. temperature: the run's sampling temperature; groups sampled at another are
+    left out of entropy and KL. None: no group is left out.
     """
 
     def __init__(
