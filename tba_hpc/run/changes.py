@@ -53,8 +53,8 @@ def refuse_steps_behind(run: RunDir, config: Config) -> None:
 def changes(run: RunDir, config: Config) -> dict[str, tuple[Any, Any]]:
     """Map each dotted key that a resume with ``config`` changes to its (old, new) value.
 
-    The map is empty for a new run, or one that has produced nothing. Keys that every start may set
-    (OF_A_START) are left out.
+    Keys that every start may set (OF_A_START) are left out. The map is empty if the run is new or has
+    produced nothing.
     """
     if not run.config_file.exists() or run.came_to_nothing:
         return {}

@@ -41,7 +41,7 @@ class DiskFullError(OSError, ValueError):
 
 
 def is_full(folder: Path) -> bool:
-    """Return whether the file system of a folder is full; False if it does not tell, as 0 of 0 bytes."""
+    """Return whether a folder's file system is full; False if it reports a size of 0, which means unknown."""
     disk = shutil.disk_usage(folder)
     return disk.free < FULL_BYTES and disk.total > 0
 
@@ -97,11 +97,11 @@ def publish(path: Path, *pieces: bytes | memoryview, replace: bool = True) -> No
 
 
 def _name_once(temporary: Path, path: Path) -> None:
-    """Link a file to its final name. Raises FileExistsError if that exists; a rename would replace it."""
+    """Link a file to its final name. Raises FileExistsError if that is taken; a rename would replace it."""
     try:
         os.link(temporary, path)
     except FileExistsError:
-        if temporary.stat().st_nlink != 2:  # with 2 the link was made, and NFS has sent the request twice
+        if temporary.stat().st_nlink != 2:  # with 2 the link was made, but NFS sent the request twice
             raise
 
 
@@ -154,7 +154,7 @@ def if_available(do: Callable[[], Result], *, otherwise: Result) -> Result:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``, whole and durable or not at all, replacing it; see ``publish``."""
+    """Write ``text`` to ``path``, whole and durable, or leave the old file unchanged; see ``publish``."""
     publish(path, text.encode())
 
 
@@ -186,7 +186,7 @@ def require_regular(path: Path) -> None:
     if not stat.S_ISREG(path.stat().st_mode):
         from tba_hpc.config import ConfigError  # slow to import, and batch scripts call this module often
 
-        raise ConfigError(f"{path} is no regular file, but a folder, pipe or device: remove it")
+        raise ConfigError(f"{path} is not a regular file but a folder, pipe or device: remove it")
 
 
 def open_regular(path: Path) -> BinaryIO:

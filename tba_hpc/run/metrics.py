@@ -48,7 +48,7 @@ class MetricsWriter:
     """Writer that appends records to ``path``, where readers see them at once.
 
     On a full disk records wait in memory until there is space. ``log`` and ``sync`` may be called in
-    different threads. digest: summary of this file, which must include its present records.
+    different threads. digest: summary of this file, which must already include the records in it.
     """
 
     def __init__(self, path: Path, *, digest: Digest | None = None) -> None:
@@ -165,7 +165,7 @@ class MetricsTail:
         return list(self.records())
 
     def _whole_lines(self) -> bytes:
-        """Read the next complete lines of up to CHUNK bytes together, or one that is longer."""
+        """Read the next complete lines, up to CHUNK bytes of them, or a single line that is longer."""
         try:
             file = open_regular(self._path)  # opened each time, since NFS shows new data only then
         except FileNotFoundError:

@@ -78,7 +78,7 @@ def _say_that_it_went_on(seconds: float) -> None:
 
 
 def late_ranks(logs: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name and the innermost frames of each rank that its log shows as late.
+    """Yield the name of each rank that is late, according to its log, and its innermost frames.
 
     A rank that has continued since is left out. logs: folder of an attempt.
     """
