@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Results of greedy answers to a split under the weights of ``step``: one searcher's part, or the whole.
+    """Results of the answers to a split by the weights of ``step``: one searcher's part, or the whole.
 
     correct, total: number of correct answers, and of all. truncated: number of answers that a limit of tokens
     or turns cut off; cut_correct: how many of these are correct. tokens: number of tokens that the policy

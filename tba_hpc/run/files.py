@@ -56,7 +56,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def refused_file(error: OSError) -> str:
-    """Return a sentence for the user about a file that lacks space or permission; "" for other errors."""
+    """Return a sentence for the user if a file lacked space or permission; "" for other errors."""
     name, reason = error.filename2 or error.filename, error.strerror
     if name and error.errno in FULL_DISK:
         return f"{name} cannot be written ({reason}): free space, or raise the quota or the limit (ulimit -f)"
@@ -125,7 +125,7 @@ def is_temporary(error: OSError) -> bool:
 
 
 def retry(do: Callable[[], Result], *, seconds: float) -> Result:
-    """Return ``do()``, called again and again for up to ``seconds`` while it raises temporary errors.
+    """Call ``do`` for up to ``seconds`` until it raises no temporary error, and return its result.
 
     An error is temporary if the disk is full or its server does not answer. Raises the last error.
     """

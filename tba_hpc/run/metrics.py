@@ -121,7 +121,7 @@ class MetricsWriter:
             return
         except OSError as error:
             fault = error.strerror
-        # Raised outside the handler, else a full disk in its chain would look like one that is worth a retry.
+        # Raised outside the handler: a full disk in its chain would make this error look temporary.
         raise OSError(
             errno.EIO,
             f"records in {self._path} may be lost ({fault}): free space, then start the same run again, "

@@ -54,7 +54,7 @@ def find_file(name: str) -> Path | None:
 
 
 def keep(run: RunDir, config: Config, beside: Path) -> None:
-    """Replace the run's copy of code by what ``config`` needs from the folder ``beside``.
+    """Replace the run's copy of the user's code by what ``config`` needs from the folder ``beside``.
 
     If the config needs nothing from that folder, the earlier copy stays. Messages on stderr name files that
     differ from the earlier copy, unless the run has produced nothing, and files that are too large to copy.

@@ -155,7 +155,7 @@ def is_abandoned(run: RunDir) -> bool:
 def claim_for_job(run: RunDir) -> None:
     """Make this process's Slurm job the owner of the run until the job ends.
 
-    Waits for an earlier owner to end; raises OwnedError if it is at work.
+    Waits for an earlier owner to end. Raises OwnedError if it is still at work when the wait is over.
     """
     _claim(run, LAUNCH, Owner.this(0), wait=True)
 
@@ -448,7 +448,7 @@ def _is_silent(run: RunDir, claim: Claim) -> bool:
 
 
 def _is_of_an_earlier_start(claim: Claim, me: Owner) -> bool:
-    """Return whether the owner belongs to an earlier start within this process's Slurm job, so must be gone.
+    """Return whether the owner is of an earlier start in this process's Slurm job, and so must be gone.
 
     A requeue ends all processes of a job, and a job starts its ranks by one Slurm step after another. But two
     ``tba run``, or two elastic searchers, may be at work in one job at the same time.
