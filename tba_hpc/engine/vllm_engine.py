@@ -556,8 +556,8 @@ def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> Sam
 
     Tokens are decoded to text only if there are stop strings to find.
 
-    Requests have no seed. It would cost a Python call per sequence and token, and prevent the fast sampler on
-    a GPU. With a seed, vLLM 0.32's CPU sampler also fails when a prompt is computed in two parts.
+    Requests have no seed. A seed would cost a Python call per sequence and token, and prevent the fast
+    sampler on a GPU. With a seed, vLLM 0.32's CPU sampler also fails when a prompt is computed in two parts.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

@@ -105,7 +105,7 @@ BEFORE_TORCH = {
 """Environment variables that must be set before an engine's process imports torch or vLLM."""
 
 IGNORE_SIGNALS = ("sh", "-c", 'trap "" INT TERM USR1; exec "$@"', "sh")
-"""Prefix of a command that then ignores the signals to stop a run, which Slurm sends to every process."""
+"""Prefix that makes a command ignore the signals to stop a run, which Slurm sends to every process."""
 
 MPI_VARIABLES = ("OMPI_", "PMIX_", "PRTE_", "PMI_")
 """Prefixes of environment variables that an engine must not inherit. They mark a process as an MPI rank, and

@@ -43,8 +43,8 @@ ATTEMPT = "TBA_ATTEMPT"
 SEARCHERS_FIRST = "TBA_SEARCHERS_FIRST"
 """Environment variable that is "1" if MPI numbers the searchers before the trainers."""
 
-OF_A_START = ("launch.", "run.root")
-"""Prefixes of the config keys that every start may set: how many ranks run, how, and where the run lies."""
+PER_START = ("launch.", "run.root")
+"""Prefixes of the config keys that each start sets for itself: how it launches, and where the run lies."""
 
 CONFIG_HEADER = "# Written by tba-hpc; keys are changed with --set. blake3="
 """Beginning of the first line of config.yaml, which ends with a checksum of the lines after it."""
@@ -307,7 +307,7 @@ class RunDir:
         write_atomic(self.config_file, f"{CONFIG_HEADER}{_checksum(text)}\n{text}")
 
     def _keep(self, old: Config, new: Config) -> None:
-        if all(key.startswith(OF_A_START) for key in differences(old, new)):
+        if all(key.startswith(PER_START) for key in differences(old, new)):
             return
         self.history.mkdir(exist_ok=True)
         number = 1 + len(list(self.history.glob("config-*.yaml")))

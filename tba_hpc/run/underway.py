@@ -28,7 +28,7 @@ MOST_BYTES = 1 << 16
 """Largest number of bytes that are read from the file."""
 
 MOST_ENDS = 2
-"""If the process has ended this often in the same call, the run ends with an error."""
+"""Number of times that the process has ended in the same call when the run ends with an error."""
 
 
 class Underway:
