@@ -170,7 +170,7 @@ def test_a_run_without_a_step_is_to_be_removed_and_not_resumed_as_it_was(run: Ru
         RunDir.check(other)
     assert str(caught.value) == (
         f"{run.path} holds a run with another config, and a resume may not change it to task.name=mine:Task: "
-        "it has taken no optimizer step, so unless it is at work or queued, remove the folder "
+        "it has taken no optimizer step, so unless it is running or queued, remove the folder "
         f"{run.path} (nothing was learned), or choose another run.name"
     )
     metrics.write_text('{"event": "started", "step": 0}\n{"step": 1, "train/loss": 0.5}\n')

@@ -567,7 +567,7 @@ def test_what_never_ends_is_not_read(run: RunDir, name: str, kind: str) -> None:
         os.mkfifo(run.path / name)
     else:
         (run.path / name).symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match=f"{name} is no regular file"):
+    with pytest.raises(ConfigError, match=f"{name} is not a regular file"):
         look(run)
 
 

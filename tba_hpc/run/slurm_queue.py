@@ -34,7 +34,7 @@ SQUEUE_SECONDS = 5.0
 """Timeout of squeue, in seconds."""
 
 JOB_CHECK_SECONDS = 10.0
-"""Seconds between two looks at a job whose end is awaited."""
+"""Seconds between two queries about a job whose end is awaited."""
 
 SQUEUE_FIELDS = {
     "id": "%i",
@@ -83,7 +83,7 @@ def fields(line: str) -> dict[str, str]:
 
 
 def mebibytes(memory: str) -> float:
-    """Convert a size as of ``sbatch --mem``, such as ``480G`` or ``3000``, to MiB; 0 if it is no size."""
+    """Convert a size for ``sbatch --mem``, such as ``480G`` or ``3000``, to MiB; 0 if it is not a size."""
     match = re.fullmatch(r"(\d+)([KMGT]?)B?", memory.upper())
     return int(match[1]) * MEBIBYTES[match[2] or "M"] if match else 0
 
@@ -119,7 +119,7 @@ def active_job(run: RunDir) -> ActiveJob | None:
 
 
 def active(components: Sequence[Mapping[str, str]]) -> ActiveJob | None:
-    """Return the job with these components, as of ``job_states``; None if all of them have ended.
+    """Return the job with these components, from ``job_states``; None if all of them have ended.
 
     If some components have nodes and others are queued, the job counts as having nodes.
     """
@@ -157,9 +157,9 @@ def jobs_of(run: RunDir) -> list[str]:
 def job_states(run: RunDir) -> list[dict[str, str]]:
     """List the components of the run's job as squeue sees them; empty if the run was never submitted.
 
-    Each has the keys ``job`` (its id) and SQUEUE_FIELDS. Of a chain the first job that is queued or has nodes
-    is listed. ``state`` is NO_ANSWER if squeue is missing or does not answer, and FORGOTTEN if Slurm no
-    longer knows the job.
+    Each component has the keys ``job`` (its job's id) and SQUEUE_FIELDS. Of a chain the first job that is
+    queued or has nodes is listed. ``state`` is NO_ANSWER if squeue is missing or does not answer, and
+    FORGOTTEN if Slurm no longer knows the job.
     """
     jobs = jobs_of(run)
     if not jobs:
@@ -180,7 +180,7 @@ def bracketed(reason: str) -> str:
 
 
 def components(*jobs: str) -> list[dict[str, str]] | None:
-    """List the components of the jobs with these ids, as ``job_states`` does; None without an answer."""
+    """List the components of the jobs with these ids, as ``job_states`` does; None if squeue fails."""
     layout = "|".join(SQUEUE_FIELDS.values())
     command = ("squeue", "--noheader", f"--jobs={','.join(jobs)}", "--states=all", f"--format={layout}")
     try:
