@@ -122,6 +122,12 @@ def test_a_resume_may_change_ranks_and_place_but_nothing_else(tmp_path: Path) ->
     assert not moved_run.history.exists()  # nor do ranks and place belong to the run
 
 
+def test_a_run_directory_keeps_the_group_of_its_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2770)  # as of projects whose quota goes by the group of files
+    run = RunDir.create(config_in(tmp_path))
+    assert modes(run.path)["folders"] == {0o2700}
+
+
 @pytest.mark.root("giving a folder to another user")
 def test_root_does_not_move_into_a_folder_of_another_user(tmp_path: Path) -> None:
     config = config_in(tmp_path)
