@@ -439,19 +439,68 @@ def test_a_refusal_names_the_site_key(message: str, key: str) -> None:
     assert said == f"Slurm refused the job: {message}; change the site key {key}"
 
 
+def test_a_lost_answer_is_no_refusal() -> None:
+    lost = "Socket timed out on send/recv operation"
+    said = slurm.refusal(f"sbatch: error: Batch job submission failed: {lost}\n")
+    assert said.startswith(f"Slurm did not answer ({lost}), but may have accepted the job: look with 'squeue")
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "Welcome to Stampede3\njob 1 of 5 allowed\nSubmitted batch job 4711",
+        "Submitted batch job 4711 on cluster slaking",
+        "4711",  # of a site's own sbatch
+        "auks_api: cred 5 added\n4711;slaking",
+    ],
+)
+def test_the_job_that_sbatch_names_is_the_one_submitted(
+    printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _sbatch(tmp_path, f"echo '{printed}'")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert slurm.send(RunDir(tmp_path), "#!/bin/sh\n") == "4711"
+    _sbatch(tmp_path, "echo 'Have 3 nice days'")
+    with pytest.raises(slurm.SubmitError, match=r"^sbatch names no job \(Have 3 nice days\): look with 'squ"):
+        slurm.send(RunDir(tmp_path), "#!/bin/sh\n")
+
+
+def _sbatch(folder: Path, body: str) -> None:
+    (folder / "sbatch").write_text(f"#!/bin/sh\n{body}\n")
+    (folder / "sbatch").chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("options", "shell", "asked", "warned"),
+    [
+        (["--clusters=big"], "", "", True),
+        (["-M big"], "", "small", True),
+        (["-M big"], "", "big", False),
+        ([], "big", "", True),
+        (["--mail-user=me"], "", "big", False),
+    ],
+)
+def test_another_cluster_is_named_for_all_commands(
+    options: list[str], shell: str, asked: str, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SBATCH_CLUSTERS", shell)
+    monkeypatch.setenv("SLURM_CLUSTERS", asked)
+    found = list(slurm_checks.check_cluster(Facts(site=Site(sbatch_options=tuple(options)))))
+    remedies = ["type 'export SLURM_CLUSTERS=big' instead, which all obey"]
+    assert [finding.remedy for finding in found] == (remedies if warned else [])
+
+
 def test_a_refusal_is_only_raised_and_not_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    sbatch = tmp_path / "sbatch"
-    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: Invalid qos specification' >&2; exit 1\n")
-    sbatch.chmod(0o700)
+    _sbatch(tmp_path, "echo 'sbatch: error: Invalid qos specification' >&2; exit 1")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(slurm.SubmitError, match=r"^Slurm refused the job: Invalid qos specification; change"):
         slurm.send(RunDir(tmp_path), "#!/bin/sh\n")
     assert capfd.readouterr().err == ""
     with pytest.raises(slurm.SubmitError, match="site key qos"):
         slurm.refuse_impossible("#!/bin/sh\n")
-    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: Job violates accounting/QOS policy' >&2; exit 1\n")
+    _sbatch(tmp_path, "echo 'sbatch: error: Job violates accounting/QOS policy' >&2; exit 1")
     slurm.refuse_impossible("#!/bin/sh\n")  # it may fit later
 
 

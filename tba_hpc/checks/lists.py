@@ -9,7 +9,12 @@ from tba_hpc.checks.facts import Facts, SlurmFacts, job_environment
 from tba_hpc.config import Config
 from tba_hpc.launch.plan import Plan, Site
 
-JOBS = (slurm_checks.check_requeue, slurm_checks.check_gpu_request, slurm_checks.check_partitions)
+JOBS = (
+    slurm_checks.check_cluster,
+    slurm_checks.check_requeue,
+    slurm_checks.check_gpu_request,
+    slurm_checks.check_partitions,
+)
 """Checks of what any job requests."""
 
 CONFIG = (config_checks.check_resources, config_checks.check_rate, config_checks.check_unused)

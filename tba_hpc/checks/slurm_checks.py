@@ -10,6 +10,9 @@ from tba_hpc.checks.facts import Facts, Finding, ok, problem, warning
 from tba_hpc.launch.plan import slurm_seconds
 from tba_hpc.run.slurm_queue import mebibytes
 
+CLUSTERS = re.compile(r"(?:-M\s*|--clusters?[=\s]\s*)(\S+)")
+"""Pattern of the sbatch option that sends a job to another cluster, with the cluster's name."""
+
 
 def check_mpi_plugin(facts: Facts) -> Iterator[Finding]:
     """Check that srun has the plugin of the site key mpi, and that it fits the ranks' MPI library."""
@@ -50,6 +53,15 @@ def check_gpu_request(facts: Facts) -> Iterator[Finding]:
             f"{site.gpus_per_node} of each node (gpus_per_node)"
         )
         yield warning("GPU request", found, "set exclusive: true, unless jobs always get whole nodes")
+
+
+def check_cluster(facts: Facts) -> Iterator[Finding]:
+    """Check that squeue and scancel will ask the cluster to which sbatch sends the job."""
+    options = [match[1] for option in facts.site.sbatch_options if (match := CLUSTERS.match(option))]
+    named = (options or [os.environ.get("SBATCH_CLUSTERS", "")])[-1]
+    if named and os.environ.get("SLURM_CLUSTERS") != named:
+        found = f"jobs go to the cluster {named} (--clusters), but squeue, scontrol and scancel ask this one"
+        yield warning("cluster", found, f"type 'export SLURM_CLUSTERS={named}' instead, which all obey")
 
 
 def check_variables(facts: Facts) -> Iterator[Finding]:
