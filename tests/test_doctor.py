@@ -23,6 +23,7 @@ from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Container, Site, plan
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import log_event
 from tba_hpc.run.notes import write_note
 from tba_hpc.run.slurm_queue import mebibytes
 
@@ -622,6 +623,10 @@ def test_a_trial_that_fails_says_why(line: str, note: str, name: str, words: str
         write_note(run, "trainer", 0, note, "refused")
     (finding,) = trial.verdict(run, Site(), split, [], joined=False)
     assert (finding.name, finding.level) == (name, "problem") and words in finding.sentence
+    if not note:
+        log_event(run, "refused", sentence="module load nonsense fails on n1")
+        (finding,) = trial.verdict(run, Site(), split, [], joined=False)
+        assert "module load nonsense fails on n1" in finding.sentence
 
 
 def test_shared_memory_holds_two_copies_of_the_weights() -> None:

@@ -57,8 +57,8 @@ UNANSWERED = ("timed out", "zero bytes were transmitted", "unexpected message")
 """Words in Slurm's error message if it may have accepted a job, but its answer was lost."""
 
 JOB_ID = re.compile(r"Submitted batch job (\d+)|^(\d+)(?:;\S+)?$", re.MULTILINE)
-"""Pattern of sbatch's words on a submitted job. Some sites' own sbatch prints only the id, or other lines, too,
-which may contain numbers."""
+"""Pattern of sbatch's words on a submitted job. The sbatch of some sites prints the id alone, or other lines
+with numbers in them."""
 
 YOURS = {
     "SBATCH_ACCOUNT": "--account",
