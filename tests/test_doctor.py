@@ -641,9 +641,37 @@ def test_shared_memory_holds_two_copies_of_the_weights() -> None:
 def test_memory_that_cuda_does_not_register_is_told() -> None:
     _says([machine.judge_registered_memory("some warning\ncudaError 0\n")], "ok", "at full speed")
     _says([machine.judge_registered_memory("cudaError 801\n")], "warning", "(cudaError 801)", "three times")
-    _says([machine.judge_registered_memory("Traceback\nRuntimeError: no driver\n")], "warning", "no driver")
-    _says([machine.judge_registered_memory("")], "warning", "no answer")
+    _says(
+        [machine.judge_registered_memory("Traceback\nRuntimeError: no driver\n")],
+        "problem",
+        "torch cannot use the GPUs (RuntimeError: no driver)",
+        "LD_LIBRARY_PATH",
+    )
+    _says([machine.judge_registered_memory("")], "problem", "no answer")
     assert list(machine.check_registered_memory(Facts())) == []  # here is no GPU
+
+
+def test_gpus_for_one_process_alone_are_told() -> None:
+    assert list(machine.judge_modes("Default\nDefault\n")) == []
+    assert list(machine.judge_modes("[N/A]\n")) == []
+    _says(machine.judge_modes("Default\nExclusive_Process\n"), "problem", "mode of GPUs is Exclusive_Process")
+
+
+def test_packages_that_replace_those_of_the_environment_are_told(tmp_path: Path) -> None:
+    own, home = tmp_path / "env/lib/python3.11/site-packages", tmp_path / "home/.local"
+    for package in (own / "torch", own / "numpy", home / "torch", home / "other"):
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+    prefix = tmp_path / "env"
+    assert list(machine.judge_packages([own, home], prefix)) == []
+    assert list(machine.judge_packages([home], prefix)) == [], "where the environment has none, that is meant"
+    words = f"torch of {home} would be used instead of those of {prefix}"
+    _says(machine.judge_packages([tmp_path, home, own], prefix), "warning", words, "PYTHONNOUSERSITE=1")
+
+
+def test_memory_is_what_the_control_group_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "free_memory", lambda: 2 << 30)  # of a container on a large machine
+    _says(machine.check_capacity(Facts()), "warning", "2.1 GB of memory available")
 
 
 def test_the_network_built_for_mpi_is_preferred_and_a_choice_is_checked() -> None:

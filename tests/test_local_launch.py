@@ -229,7 +229,7 @@ def test_a_user_whom_the_system_does_not_list_has_a_name_and_a_home(monkeypatch:
     def unlisted(number: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {number}")
 
-    monkeypatch.setattr(local.pwd, "getpwuid", unlisted)
+    monkeypatch.setattr(pwd, "getpwuid", unlisted)
     ours = local.environment_of(Path("/m"), {"USER": "", "HOME": ""})
     assert (ours["USER"], ours["HOME"]) == (str(os.getuid()), "/m")
     assert local.environment_of(Path("/m"), {"USER": "me"})["USER"] == "me"

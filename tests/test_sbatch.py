@@ -281,6 +281,13 @@ def test_a_container_does_not_take_packages_of_the_home() -> None:
     assert "PYTHONNOUSERSITE" not in _script(Site(), 2)
 
 
+def test_limits_of_the_login_node_do_not_hold_in_the_job() -> None:
+    small = "ulimit -S -v 8000000 -l 32 -t 3600 -f 1000000"
+    assert _bash(f"{small}; source {SOURCED}; for x in v l t f; do ulimit -S -$x; done") == _bash(
+        "for x in v l t f; do ulimit -H -$x; done"
+    )
+
+
 def test_a_default_in_a_value_needs_no_variable(tmp_path: Path) -> None:
     site = Site(environment={"LD_LIBRARY_PATH": "/my/lib:${LD_LIBRARY_PATH_OF_NOBODY:-}", "B": "$HOME/b"})
     assert _surrounded(site, tmp_path, 'echo "$LD_LIBRARY_PATH $B"', HOME="/h") == "/my/lib: /h/b\n"

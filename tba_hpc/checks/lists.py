@@ -30,7 +30,13 @@ FILES = (
 )
 """Checks of a config before any run, on this machine or as a job."""
 
-RUN = (machine.check_engine, machine.check_ports, config_checks.check_unused, config_checks.check_task)
+RUN = (
+    machine.check_engine,
+    machine.check_ports,
+    machine.check_packages,
+    config_checks.check_unused,
+    config_checks.check_task,
+)
 """Checks before ``tba run`` starts ranks, besides FILES."""
 
 SUBMIT = (
@@ -42,6 +48,7 @@ SUBMIT = (
     slurm_checks.check_variables,
     machine.check_folder,
     machine.check_interpreter,
+    machine.check_packages,
     *CONFIG,
     config_checks.check_task,  # last, since it takes longest
 )
@@ -52,6 +59,7 @@ ELASTIC = (*JOBS, slurm_checks.check_variables, machine.check_interpreter, confi
 
 MACHINE = (
     machine.check_engine,
+    machine.check_packages,
     machine.check_gpus,
     machine.check_compiler,
     machine.check_folder,
@@ -83,6 +91,7 @@ LOGIN_NODE = (
     slurm_checks.check_preemption,
     machine.check_torch,
     machine.check_interpreter,
+    machine.check_packages,
     machine.check_folder,
     machine.check_model,
 )

@@ -28,6 +28,9 @@ export HDF5_USE_FILE_LOCKING=${HDF5_USE_FILE_LOCKING:-FALSE}
 # Open MPI's transport `ofi` takes 1 s to start, and serves one-sided messages, which this project does not use.
 export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi}
 
+# Slurm passes on the limits of the shell that submitted the job. Those of login nodes are small.
+for limit in t v d f l; do ulimit -S -$limit hard; done  # processor time, memory, data, files, locked memory
+
 # Each step asks for all memory of its nodes, so that it does not wait for the memory of an earlier step.
 # An empty value leaves the option out.
 STEP_MEMORY=${STEP_MEMORY---mem=0}
