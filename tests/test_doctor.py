@@ -669,6 +669,13 @@ def test_packages_that_replace_those_of_the_environment_are_told(tmp_path: Path)
     _says(machine.judge_packages([tmp_path, home, own], prefix), "warning", words, "PYTHONNOUSERSITE=1")
 
 
+def test_a_node_whose_name_leads_to_itself_alone_is_told() -> None:
+    assert list(machine.judge_host_name("n1", {"10.0.0.7"})) == []
+    assert list(machine.judge_host_name("n1", {"127.0.1.1", "fe80::1%eth0"})) == []
+    _says(machine.judge_host_name("n1", {"127.0.1.1", "::1"}), "warning", "n1, leads to 127.0.1.1 and ::1")
+    _says(machine.judge_host_name("n1", set()), "warning", "cannot be resolved", "network_interface")
+
+
 def test_memory_is_what_the_control_group_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda: 2 << 30)  # of a container on a large machine
     _says(machine.check_capacity(Facts()), "warning", "2.1 GB of memory available")

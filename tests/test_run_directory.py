@@ -445,6 +445,27 @@ def test_only_complete_checkpoints_count(run: RunDir) -> None:
     assert latest_checkpoint(run) == again
 
 
+@pytest.mark.root("mounting a file, which cannot be deleted then, as an open one on NFS")
+def test_an_old_checkpoint_that_is_in_use_is_deleted_later(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (100, 200):
+        checkpoint(run, replace(STATE, step=step), keep=1)
+    in_use = run.checkpoints / "step-000200/sub/weights.bin"
+    subprocess.run(["mount", "--bind", in_use, in_use], check=True)
+    try:
+        checkpoint(run, replace(STATE, step=300), keep=1)
+        checkpoint(run, replace(STATE, step=400), keep=1)
+        latest = latest_checkpoint(run)
+        assert latest is not None and latest.name == "step-000400"
+        assert names(run) == ["step-000200", "step-000400"] and in_use.exists()
+        assert "cannot delete" in caplog.text and "the next checkpoint tries again" in caplog.text
+    finally:
+        subprocess.run(["umount", in_use], check=True)
+    checkpoint(run, replace(STATE, step=500), keep=1)
+    assert names(run) == ["step-000500"]
+
+
 def test_the_newest_are_kept_by_step_not_by_name(run: RunDir) -> None:
     for step in (999_999, 1_000_000, 1_000_001):
         checkpoint(run, replace(STATE, step=step), keep=2)

@@ -15,9 +15,10 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
+from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
@@ -518,6 +519,28 @@ def check_network(facts: Facts) -> Iterator[Finding]:
         if name in states and states[name].isup and usable and not VIRTUAL.match(name):
             speeds[name] = states[name].speed
     yield judge_network(speeds, facts.site.network_interface)
+    if facts.site.network_interface is None:
+        yield from judge_host_name(*_addresses())
+
+
+def _addresses() -> tuple[str, set[str]]:
+    """Return this machine's host name, and the addresses to which it resolves here; none if to none."""
+    name = socket.gethostname()
+    try:
+        return name, {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
+    except OSError:
+        return name, set()
+
+
+def judge_host_name(name: str, addresses: Collection[str]) -> Iterator[Finding]:
+    """Yield a finding if a node's name resolves to no address at which other nodes reach it.
+
+    gloo, with which trainer ranks of several nodes connect, uses the address of the name.
+    """
+    if all(ip_address(address.partition("%")[0]).is_loopback for address in addresses):
+        where = f"leads to {' and '.join(sorted(addresses))}" if addresses else "cannot be resolved"
+        found = f"the node's own name, {name}, {where} there, so that trainers of other nodes do not reach it"
+        yield warning("host name", found, "set network_interface in the site file to the nodes' network")
 
 
 def judge_network(speeds: Mapping[str, int], chosen: str | None) -> Finding:
