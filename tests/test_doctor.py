@@ -472,6 +472,25 @@ def _sbatch(folder: Path, body: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("option", "warned"),
+    [
+        ("--comment={'exempt': 90}", True),
+        ("-o /tmp/log", True),
+        ("--no-requeue", True),
+        ("--signal=USR2@30", True),
+        ("--exclude=n1", False),
+        ("--mail-type=END", False),
+        ("-D /work", False),
+    ],
+)
+def test_options_that_replace_those_of_the_script_are_told(option: str, warned: bool) -> None:
+    found = list(slurm_checks.check_options(Facts(site=Site(sbatch_options=(option,)))))
+    assert bool(found) == warned
+    if found:
+        _says(found, "warning", f"{option} under sbatch_options replaces an option by which tba finds")
+
+
+@pytest.mark.parametrize(
     ("options", "shell", "asked", "warned"),
     [
         (["--clusters=big"], "", "", True),

@@ -11,6 +11,7 @@ from tba_hpc.launch.plan import Plan, Site
 
 JOBS = (
     slurm_checks.check_cluster,
+    slurm_checks.check_options,
     slurm_checks.check_requeue,
     slurm_checks.check_gpu_request,
     slurm_checks.check_partitions,
