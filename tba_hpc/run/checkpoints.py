@@ -208,7 +208,18 @@ def begin_checkpoint(run: RunDir, step: int) -> Path:
 
 def _remove_unfinished(run: RunDir) -> None:
     for left in (*checkpoint_folders(run, complete=False), *run.checkpoints.glob(".*.tmp")):
-        remove(left)
+        _remove(left)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder. If that fails, log a warning; the next checkpoint tries again.
+
+    On NFS it fails while anybody, such as a backup, has one of the files open.
+    """
+    try:
+        remove(folder)
+    except OSError as error:
+        log.warning("cannot delete %s (%s); the next checkpoint tries again", folder, error)
 
 
 def complete_checkpoint(
@@ -228,7 +239,7 @@ def complete_checkpoint(
     write_atomic(run.newest_checkpoint, folder.name)
     for old in checkpoint_folders(run, complete=True)[:-keep]:
         (old / COMPLETE).unlink(missing_ok=True)  # first: a half-deleted checkpoint must not look complete
-        remove(old)
+        _remove(old)
     return dict(_oldest_state(run).cursors)
 
 
@@ -316,7 +327,7 @@ def prune_references(run: RunDir) -> None:
     in_force = max((step for step in folders if step < end), default=0)
     for step, folder in folders.items():
         if step < in_force:
-            remove(folder)
+            _remove(folder)
 
 
 def checkpoint_folders(run: RunDir, *, complete: bool) -> list[Path]:

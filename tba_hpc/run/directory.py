@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -140,7 +141,7 @@ class RunDir:
         os.umask(0o077)
         with run.writing():
             make_folder(run.path)
-            run.path.chmod(0o700)
+            run.path.chmod(0o700 | run.path.stat().st_mode & stat.S_ISGID)  # quotas may go by the group
             write_atomic(run.format_file, f"{FORMAT}\n")  # before the config, which makes it a run directory
             run._freeze(config)
             run._identify()

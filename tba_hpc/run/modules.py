@@ -102,7 +102,7 @@ def copy(paths: Iterable[Path], folder: Path, to: Path) -> None:
         target = to / path.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
-            shutil.copytree(path, target, ignore=LEFT_OUT)
+            shutil.copytree(path, target, ignore=LEFT_OUT, copy_function=shutil.copy)  # with new timestamps
         else:
             shutil.copyfile(path, target)
 
