@@ -21,7 +21,7 @@ from tba_hpc.checks.chat_ends import CONVERSATIONS, is_chat, look_at_chat
 from tba_hpc.checks.resources import find_file, missing, missing_sentence
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.config.variants import OwnObjective
-from tba_hpc.core.model_files import fault
+from tba_hpc.core.model_files import fault, unfit
 from tba_hpc.core.own_code import find_function, is_own
 from tba_hpc.core.ports import ChatTokenizer, Tokenizer, Victim
 from tba_hpc.core.prompts import prompt_room, refuse_few_prompts, refuse_long_prompts
@@ -109,14 +109,20 @@ def _require_fetched(config: Config, remedy: str) -> None:
 
 
 def _require_folder(path: str) -> None:
-    """Raise ConfigError if ``path`` is a folder without a complete model; a name on the hub is accepted."""
+    """Raise ConfigError if ``path`` is a folder without a complete model that can be trained.
+
+    A name on the hub is accepted, unless its copy in the cache has a fault.
+    """
+    config = find_file(path, "config.json", os.environ)
+    folder = Path(path) if Path(path).is_dir() else config.parent if config else None
+    if folder and (reason := unfit(folder)):
+        raise ConfigError(f"the folder of model.path={path} {reason}")
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ConfigError(
             f"no model can be loaded from model.path={path}, as it contains no config.json: give a folder "
             "that save_pretrained wrote"
         )
-    config = find_file(path, "config.json", os.environ)
-    if config and (found := fault(config.parent)):
+    if folder and (found := fault(folder)):
         raise ConfigError(f"the folder of model.path={path} {found}: copy or download the model again")
 
 
