@@ -51,6 +51,8 @@ def wrapped(completions): return trl(completions=completions)
 def chatty(completions, **kwargs): return [len(one[0]["content"]) for one in completions]
 import numpy
 def drawn(completion): return numpy.random.RandomState(0).randint(len(completion))
+def takes(completion, tests): return float(len(tests["left"]) if tests["left"].pop() else 0)
+def take(completions, tests): return [takes(completion, tests) for completion in completions]
 """
 VERIFYING = """
 from math_verify import parse, verify
@@ -126,6 +128,18 @@ def test_a_function_gets_the_text_and_the_fields_that_it_names(own: Path) -> Non
     (last,) = task.prompts("validation")
     assert task.correct([last, prompts[0]], answers[:2]) == [True, False]
     assert task.reward_parts() == {}
+
+
+def test_a_function_that_takes_from_a_list_finds_it_whole_at_the_next_call(own: Path) -> None:
+    (own / "rows.jsonl").write_text(
+        "\n".join(json.dumps({**row, "tests": {"left": [1, 2, 3]}}) for row in ROWS)
+    )
+    for name, expected in (("takes", [2.0, 2.0]), ("take", [2.0, 1.0])):
+        task = make(own, f"own_rewards:{name}")
+        task.try_rewards()
+        prompt = task.prompts("train")[0]
+        for _ in range(3):
+            assert task.rewards(prompt, [completion("a"), completion("b")]) == expected
 
 
 def test_several_rewards_are_a_weighted_sum_and_logged_by_name(own: Path) -> None:

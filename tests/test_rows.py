@@ -99,6 +99,10 @@ BAD = {
     "Latin-1": ('{"prompt": "Wie süß?"}'.encode("latin-1"), "it is not UTF-8 text"),
     "cut off": (b'{"prompt": "x', "no JSON: Unterminated string starting at at column 12"),
     "no object": (b'["x"]', "it holds no JSON object"),
+    "twice": (
+        b'{"prompt": "x", "tests": [{"a": 1, "b": 2, "a": 3}]}',
+        "it has the key 'a' twice in one object",
+    ),
 }
 FINE = {
     "a pair": (rb'{"prompt": "\ud83d\ude00?"}', "\U0001f600?"),
@@ -152,7 +156,7 @@ def test_files_of_other_kinds_are_refused_with_the_reason(tmp_path: Path, data: 
         ({"text": "x"}, "'prompt' is an object, but must be a text or a number"),
         (True, "'prompt' is true or false"),
         (None, "'prompt' is null"),
-        (float("nan"), "'prompt' is NaN"),
+        (float("nan"), "'prompt' is null"),
         ("", "'prompt' is empty"),
         (" \n\u3000", "'prompt' is empty"),
     ],
@@ -179,6 +183,14 @@ def test_what_is_no_text_is_json_in_a_judges_prompt_and_in_a_target(tmp_path: Pa
     rows = [json.dumps({"prompt": f"{i}", "answer": answer}) for i, answer in enumerate(answers)]
     task = load(tmp_path, "\n".join([*rows, *lines(2)]))
     assert [prompt.target for prompt in task.prompts("train")] == ['["5", "five"]', "", "true"]
+
+
+def test_nan_is_a_missing_value(tmp_path: Path) -> None:
+    """As pandas writes it. A judge could not be sent it: it is no JSON."""
+    (row,) = load(
+        tmp_path, "\n".join(['{"prompt": "x", "a": NaN, "b": [-Infinity]}', *lines(2)])
+    )._table.rows("train")
+    assert row == {"prompt": "x", "a": None, "b": [float("-inf")]}
 
 
 def test_a_judge_is_shown_no_null(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import reprlib
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from itertools import groupby
 from types import FrameType
 from typing import Any
@@ -184,8 +185,9 @@ class Function:
         raise NoNumberError(f"{self._key} gave {reprlib.repr(reward)}, which is not a number")
 
     def _fields(self, row: Fields) -> Fields:
+        """Return copies of the fields that the function takes, since it may change a list or an object."""
         return {
-            name: value
+            name: deepcopy(value)
             for name, value in row.items()
             if name != self._first and (self._takes_all or name in self._named)
         }
