@@ -347,6 +347,11 @@ def test_a_chat_model_is_asked_by_the_template_and_its_last_number_counts(
         ("\N{MINUS SIGN}2", -2),
         ("-1e-3", -0.001),
         ("8.", 8),
+        ('```json\n{"score": 7, "max_score": 10}\n```', 7),
+        ('{"Rating": "7/10", "reason": "3 of 4 steps"}', 7),
+        ("{'reward': -0.5, 'steps': 4}", -0.5),
+        ('[{"score": 3}, {"score": 4}], in all 7', 7),
+        ('{"scores": [1, 2]}', 2),
     ],
 )
 def test_of_eight_out_of_ten_a_judge_gave_eight(said: str, number: float) -> None:
@@ -360,6 +365,11 @@ def test_of_eight_out_of_ten_a_judge_gave_eight(said: str, number: float) -> Non
         ({"message": {"content": "Of the 3 steps"}, "finish_reason": "length"}, math.nan),
         ({"message": {"content": "Of the 3 steps all are right: 9"}, "finish_reason": "stop"}, 9),
         ({"message": {"content": None, "reasoning_content": "3?"}}, math.nan),
+        ({"message": {"content": "<think>3 or 4?</think>Good."}}, math.nan),
+        (
+            {"message": {"content": [{"type": "thinking", "thinking": "3?"}, {"type": "text", "text": "8"}]}},
+            8,
+        ),
     ],
 )
 def test_a_message_comes_in_parts_too_and_one_that_was_cut_off_rates_nothing(
