@@ -340,6 +340,7 @@ def test_a_sequence_begins_once_also_by_a_chat_template_that_writes_its_beginnin
     tokenizer = HfTokenizer(plain, plain.eos_token_id)
     letters = plain.convert_tokens_to_ids(list("[2+2]"))
     assert tokenizer.encode("[2+2]").tolist() == [beginning, *letters]
+    assert tokenizer.encode("<extra_0>[2+2]").tolist() == [beginning, *letters]  # rows of rendered chats
     assert tokenizer.encode_chat("2+2").tolist() == [beginning, *letters]
 
 

@@ -61,8 +61,13 @@ class HfTokenizer:
         self.vocab_size = len(tokenizer)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens, int32 [T], of ``text``: with a BOS if the tokenizer adds one, without an EOS."""
+        """Return the tokens, int32 [T], of ``text``: with a BOS if the tokenizer adds one, without an EOS.
+
+        If the text begins with a BOS itself, as a rendered chat does, there is no second one.
+        """
         tokens = self._tokenizer.encode(text)
+        begun_twice = tokens[:2] == [self._tokenizer.bos_token_id] * 2
+        tokens = tokens[1:] if begun_twice else tokens
         return np.asarray(tokens[:-1] if tokens[-1:] == [self.eos_token_id] else tokens, np.int32)
 
     def encode_chat(self, text: str) -> np.ndarray:
