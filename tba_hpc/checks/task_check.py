@@ -94,8 +94,8 @@ def warn_of_rendered_rows(task: Rows[Any], tokenizer: FileTokenizer) -> None:
     if begun:
         token = tokenizer.decode_whole(begun[0])
         log.warning(
-            f"{len(begun)} of {len(texts)} train prompts begin with {token}, as the chat template does, and are "
-            "put into a user's message: set task.options.chat=false if the rows are rendered already"
+            f"{len(begun)} of {len(texts)} train prompts begin with {token}, as the chat template does, and "
+            "become a user's message: set task.options.chat=false if the rows are rendered already"
         )
 
 
