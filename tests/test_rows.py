@@ -20,6 +20,9 @@ from tba_hpc.tasks.jsonl import Jsonl
 REWARD = "rows_reward:nothing"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?"}]
 SHOWN = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n"
+LEAVES_OUT = (
+    "{% for m in messages if m.role != 'developer' %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
+)
 MODULE = """
 def nothing(completion):
     return 0.0
@@ -209,6 +212,23 @@ def test_messages_are_rendered_by_the_chat_template(tmp_path: Path) -> None:
     first, second = load(tmp_path, "\n".join(rows), tokenizer, options={"chat": True}).prompts("train")
     assert first.tokens.tolist() == tokenizer.encode_rendered(SHOWN).tolist()
     assert second.tokens.tolist() == tokenizer.encode_chat("0 + 2?").tolist()
+
+
+def test_messages_that_the_template_leaves_out_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Qwen's does with the role developer: the run would go on without its instructions."""
+    tokenizer = make_tokenizer("hermes")
+    for role, told in (("system", 0), ("developer", 1)):
+        messages = [{"role": role, "content": " Be brief.\n"}, {"role": "user", "content": "2 + 3?"}]
+        tokenizer._tokenizer.chat_template = LEAVES_OUT
+        load(tmp_path, "\n".join([json.dumps({"prompt": messages})] * 3), tokenizer, options={"chat": True})
+        said = [message.partition(":")[0] for message in caplog.messages if "leaves out" in message]
+        assert said == told * [
+            f"the chat template leaves out 1 of the messages of {split} rows, such as ' Be brief.\\n' "
+            "of the role 'developer'"
+            for split in ("train", "validation", "test")
+        ]
 
 
 @pytest.mark.parametrize(
