@@ -52,6 +52,8 @@ def chatty(completions, **kwargs): return [len(one[0]["content"]) for one in com
 import numpy
 def drawn(completion): return numpy.random.RandomState(0).randint(len(completion))
 def takes(completion, tests): return float(len(tests["left"]) if tests["left"].pop() else 0)
+def paired(completions, tests, **kwargs): return [float(a == b) for a, b in zip(completions, tests)]
+def sharing(completions, prompt, tests): return [len({*one} & {*prompt}) / sum(tests) for one in completions]
 def take(completions, tests): return [takes(completion, tests) for completion in completions]
 """
 VERIFYING = """
@@ -520,6 +522,15 @@ def test_a_function_written_for_trl_is_named_before_the_start(
     """It takes a field of the row for a list with one value for each completion, or a text for messages."""
     with pytest.raises(ConfigError, match=r"zipped gave 4 numbers for 5 completions; the argument compl"):
         make(own, "own_rewards:zipped").try_rewards()
+    long = [{"prompt": "What is half of 9?", "tests": [1] * 9}, {"prompt": "And of 7?", "tests": [2]}] * 2
+    (own / "rows.jsonl").write_text("\n".join(map(json.dumps, long)))
+    for name in ("zipped", "paired"):
+        with pytest.raises(
+            ConfigError, match=rf"{name} gave 7 numbers for 8 completions; the argument compl"
+        ):
+            make(own, f"own_rewards:{name}").try_rewards()
+    make(own, "own_rewards:sharing").try_rewards()
+    (own / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     for name in ("placed", "chatty"):
         make(own, f"own_rewards:{name}").try_rewards()
         assert f"own_rewards:{name} raised IndexError: string index out of range" in caplog.text
