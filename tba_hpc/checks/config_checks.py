@@ -63,7 +63,7 @@ def check_context_length(facts: Facts) -> Iterator[Finding]:
         yield problem("context length", found, f"lower it to {most} at most")
     kind = rope.get("rope_type") or rope.get("type")
     short = rope.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
-    plain = {"dynamic": most, "longrope": short, "su": short}.get(kind)
+    plain = {"dynamic": most, "longrope": short, "su": short}.get(str(kind))
     if plain and length > plain:
         found = f"engines and trainer scale the positions of model.path={path} differently ({kind})"
         yield warning("context length", found, f"lower model.context_length={length} to {plain} at most")
