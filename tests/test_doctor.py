@@ -644,7 +644,7 @@ def test_a_trial_that_fails_says_why(line: str, note: str, name: str, words: str
     assert (finding.name, finding.level) == (name, "problem") and words in finding.sentence
     if not note:
         log_event(run, "refused", sentence="module load nonsense fails on n1")
-        (finding,) = trial.verdict(run, Site(), split, [], joined=False)
+        (finding,) = trial.verdict(run, Site(), split, [], exchanged=False)
         assert "module load nonsense fails on n1" in finding.sentence
 
 
