@@ -97,7 +97,7 @@ def check_seals(evidence: Evidence) -> Check:
         missing = {key: number for key, number in missing.items() if number and not evidence.passed(key)}
         if lost := evidence.uncounted:
             many = count(lost, "acknowledged trajectory")
-            violations.append(Violation(f"{many} are lost that the newest checkpoint should hold", lost=lost))
+            violations.append(Violation(f"lost: {many} that the newest checkpoint should hold", lost=lost))
     violations += [_lost(evidence, key, number) for key, number in missing.items()]
     looked_at = (
         f"{count(len(evidence.sizes), 'shard')}: {len(merged):,} in a checkpoint, "
@@ -122,8 +122,8 @@ def _sealed_again(seals: Seals) -> Iterator[Violation]:
     for key, sizes in seals.items():
         if gone := sum(size.trajectories for size in sizes[:-1]):
             yield Violation(
-                f"{_shard(key)} was sealed {len(sizes)} times: "
-                f"{count(gone, 'acknowledged trajectory')} sealed before under that index are lost",
+                f"{_shard(key)} was sealed {len(sizes)} times: its earlier contents, "
+                f"{count(gone, 'acknowledged trajectory')}, are lost",
                 lost=gone,
             )
 

@@ -238,7 +238,7 @@ def _sizes(
 ) -> dict[ShardKey, ShardSize]:
     """Return the size of every shard that was sealed, merged or is on disk; EMPTY for skipped indices.
 
-    If sizes differ, a searcher's record counts more than the trainer's, and that more than the file. Foreign
+    If sizes differ, the searcher's record is believed first, the trainer's second, and the file last. Foreign
     files that no record mentions are left out.
     """
     on_disk = [*refused.items(), *files.items()]

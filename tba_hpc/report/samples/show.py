@@ -43,7 +43,7 @@ SEQUENCE = "  ── another sequence of the episode begins:"
 """Line before the tokens with which a further sequence of the completion begins."""
 
 CONTEXT = 4
-"""Number of preceding tokens that are decoded with a token; its text may depend on them, as a blank does."""
+"""Number of preceding tokens decoded with a token, whose text may depend on them: a leading space does."""
 
 BROKEN = "\ufffd"
 """Text that decoders return for a token which is only a part of a character."""
@@ -171,7 +171,7 @@ def pieces(decode: Decode, tokens: np.ndarray) -> list[str]:
 
 
 def shade(log_ratio: float) -> str:
-    """Return the CSS class of a token's colour; empty if its log-ratio, in nats, is below the first EDGE."""
+    """Return the CSS class of a token's colour; empty if |log_ratio|, in nats, is below EDGES[0]."""
     strength = bisect_right(EDGES, abs(log_ratio))
     return f"{'up' if log_ratio > 0 else 'down'}{strength}" if strength else ""
 

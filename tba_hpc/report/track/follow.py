@@ -76,7 +76,7 @@ def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = la
 
 
 class _Follower:
-    """One tracker of a run, with its own record of what was sent, since another may have begun later."""
+    """One tracker of a run, with its own record of what was sent, since trackers may begin at any time."""
 
     def __init__(self, run: RunDir, name: str, config: Config) -> None:
         project = config.track.wandb if name == "wandb" else None
