@@ -41,7 +41,7 @@ NOTE = "replay.json"
 def replay(
     path: Path, overrides: Sequence[str], *, delay: int = 0, at_once: bool = False, partial: bool = False
 ) -> tuple[RunDir, Config]:
-    """Train on the shards of the run at ``path``, by its config and ``overrides``, as a run of its own.
+    """Train on the shards of the run at ``path``, with its config and ``overrides``, as a run of its own.
 
     The replay is a run directory beside the recorded one, and another call resumes it. Each shard arrives
     ``delay`` steps after the step at which it arrived in the recorded run. at_once: all shards arrive before
@@ -73,7 +73,7 @@ def replay(
 
 
 class Unhurried(Freshness):
-    """Freshness of data in a replay. Shards arrive as recorded, so that no step has to wait for new ones."""
+    """Freshness of data in a replay: shards arrive as recorded, so no step waits for new ones."""
 
     def starved(self, step: int) -> bool:
         """Return False: no step waits for a shard, since each comes at its recorded step."""
