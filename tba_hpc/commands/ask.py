@@ -78,10 +78,10 @@ def ask(
     """Load a model and let it answer a question. The config's seed (0 without a config) fixes the answers.
 
     name: a run directory, or a model's folder or hub name. config: for such a model, the config with its
-    task. overrides: settings of that config or the run's. samples: number of answers. temperature: 0 for
-    greedy answers; None: 0 for a single answer, and as in training for several. max_tokens: longest answer;
-    None: as in training. chat: whether to use the chat template; None: as the task does or, without a task,
-    if the model has a template.
+    task. overrides: settings ``key=value`` for this config or the run's. samples: number of answers.
+    temperature: 0 for greedy answers; None: 0 for a single answer, and as in training for several.
+    max_tokens: longest answer; None: as in training. chat: whether to use the chat template; None: as the
+    task does or, without a task, if the model has a template.
 
     Raises ConfigError if there is no such run or model, if the model has no chat template, or if the question
     is too long.
@@ -133,7 +133,7 @@ def _reply(text: str, answer: Completion) -> Reply:
 
 
 def _load(name: str, config: Path | None, overrides: list[str]) -> tuple[Config | None, HfAnswers]:
-    """Load the model, and the config of the run or file, None if there is neither. Raises ConfigError."""
+    """Return the config of the run or file, None if there is neither, and the model. Raises ConfigError."""
     refuse_missing(name)
     from tba_hpc.learner.hf_answers import HfAnswers
 

@@ -35,7 +35,7 @@ RECORDED = ("task.", "generator.", "model.logprob_temperature")
 """Prefixes of the config keys that determined the samples, so that a replay cannot change them."""
 
 NOTE = "replay.json"
-"""File in the directory of a replay that names the recorded run, and when its shards arrive."""
+"""File in a replay's directory: path of the recorded run, ``delay`` and ``at_once`` (see ``replay``)."""
 
 
 def replay(
@@ -93,9 +93,9 @@ def train_on(
 ) -> bool:
     """Train in this process on recorded shards, from the replay's newest checkpoint if it has one.
 
-    run, config: the replay. read: function that reads a shard. learner: None for a DeepSpeedLearner with one
-    rank. If the shards are used up before the last step, the model is exported as it is then. The model is
-    not evaluated. Returns whether the last step was taken.
+    run, config: those of the replay. read: function that reads a shard. learner: None for a DeepSpeedLearner
+    with one rank. If the shards are used up before the last step, the model is exported as it is then. The
+    model is not evaluated. Returns whether the last step was taken.
     """
     verify_checkpoints(run)
     if learner is None:

@@ -48,7 +48,7 @@ class Submission:
     config: a YAML file, the name of a shipped config, or a run directory. site: a site file, or the name of a
     shipped one. nodes: nodes of the job; trainer_nodes: how many of them train. time: wall time, as sbatch
     takes it. homogeneous: whether both roles share one allocation instead of a het job. overrides: settings
-    ``key=value`` of the config. run_root: folder of the run directory. after: a run whose job must end first.
+    ``key=value`` of the config. run_root: parent of the run directory. after: a run whose job must end first.
     options: further options of sbatch, such as ``--time-min=60``. chain: number of jobs, one after another.
     here: id of the Slurm job that runs this command, if the script is for the nodes of that job; else "".
     """
@@ -259,8 +259,8 @@ def script_of(
     """Return the batch script of a run. Raises ConfigError.
 
     split: which ranks run on which nodes. after: id of the job that must end first. chained: whether that job
-    belongs to the same run. code: the run's copy of this package; None while there is no run
-    directory. Jobs in a container use the container's package.
+    belongs to the same run. code: the run's copy of this package; None while there is no run directory. Jobs
+    in a container use the container's package.
     """
     if not config.one_world:  # without an MPI world srun alone numbers the ranks, and no MPI is loaded
         site = site.model_copy(update={"mpi": "none"})

@@ -149,7 +149,7 @@ def _left_out(script: str) -> list[Finding]:
 
 
 def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
-    """Return the id of the last job of the run at ``path``; None and a warning if it has ended."""
+    """Return the id of the last job of the run at ``path``; None and a warning if that job has ended."""
     last = last_job(path)
     if slurm_queue.active_job(RunDir.open(path)):
         return last, []

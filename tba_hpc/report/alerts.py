@@ -32,7 +32,7 @@ EARLY_STEPS = 20
 """Number of steps over which ``sinking_answers``, an early sign of a collapse, averages."""
 
 HUGE = 1e6
-"""Absolute mean reward above which the rewards explain a loss or gradient norm that is not finite."""
+"""Absolute mean reward above which rewards explain why a loss or gradient norm is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Data that a rule looks at. evaluations: the complete ones, of both splits, in any order."""
+    """Data that a rule looks at. evaluations: complete evaluations of both splits, in any order."""
 
     trends: Trends
     config: Config
@@ -130,7 +130,7 @@ def _since(points: Sequence[Point], is_wrong: Callable[[float], bool]) -> int | 
 
 
 def _smooth(points: Sequence[Point], width: int = SMOOTH) -> list[Point]:
-    """Return the moving mean over ``width`` points, in which chance seldom makes a peak."""
+    """Return the mean of every ``width`` neighbouring points, at their middle; few peaks are chance."""
     windows = (points[i : i + width] for i in range(len(points) - width + 1))
     return [
         Point(window[width // 2].step, fmean(point.value for point in window), width) for window in windows
@@ -150,7 +150,7 @@ def _share(value: float) -> str:
 
 
 def skipped_steps(view: View) -> Alert | None:
-    """Alert if optimizer steps were skipped, because loss or gradient norm was not finite."""
+    """Alert if optimizer steps were skipped because the loss or gradient norm was not finite."""
     trends = view.trends
     if not trends.skipped:
         return None
@@ -198,7 +198,7 @@ def constant_reward(view: View) -> Alert | None:
     truncated = view.trends.latest("search/truncated_share")
     cut = f", {_share(truncated)} of them cut off at generator.max_tokens" if truncated else ""
     found = f"reward {_few(values[-1])} for every one of {count:,} completions{cut}"
-    if truncated and truncated > 0.99:  # some answers end by chance, even if the model cannot end them
+    if truncated and truncated > 0.99:  # a model that cannot end answers ends some by chance
         return _alert(
             found,
             key="tba samples RUN",
@@ -253,7 +253,7 @@ def nan_groups(view: View) -> Alert | None:
 
 
 def falling(view: View) -> Alert | None:
-    """Alert if the score has fallen and stayed low or, without such a fall, if the fresh reward has."""
+    """Alert if the score, or else the reward of fresh completions, has fallen and stayed low."""
     if not (words := _fall_of_score(view) or _fall_of_reward(view)):
         return None
     return _alert(

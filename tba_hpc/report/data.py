@@ -39,9 +39,9 @@ class Counts:
 
     attempts: starts of the trainer's loop. steps: optimizer steps, each counted once. redone: steps that
     resumes had to do again. shards, trajectories, tokens: acknowledged ones, merged or not yet; ``tokens``
-    leaves out prompts. duplicates, evicted: merged trajectories that the replay
-    buffer rejected as duplicates, or evicted. dropped: trajectories left out of merges, because an earlier
-    shard had answered their request.
+    leaves out prompts. duplicates: merged trajectories that the replay buffer rejected as duplicates.
+    evicted: trajectories that it evicted. dropped: trajectories left out of merges, because an earlier shard
+    had answered their request.
     """
 
     attempts: int
@@ -58,10 +58,10 @@ class Counts:
 class RunData:
     """A run as of the last ``update``. Raises ConfigError if its config cannot be read.
 
-    finished: whether nothing is left to do. trainer: digest of its metrics. searchers: digests of theirs, by
-    index. events: what launchers and batch scripts logged, see ``run.events.log_event``; without
-    submissions, after which a run may wait for days. submissions: for each submitted job, by id, the command
-    that submits the run again. evaluations: the complete ones, by name.
+    finished: whether nothing is left to do. trainer: digest of the trainer's metrics. searchers: digests of
+    the searchers' metrics, by index. events: what launchers and batch scripts logged, see
+    ``run.events.log_event``; without submissions, after which a run may wait for days. submissions: for each
+    submitted job, by id, the command that submits the run again. evaluations: the complete ones, by name.
     """
 
     def __init__(self, run: RunDir) -> None:

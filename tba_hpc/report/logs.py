@@ -28,9 +28,9 @@ RANK = re.compile(r"(trainer|searcher)-(\d+)")
 def log_files(run: RunDir, rank: str | None, attempt: int | None) -> list[Path]:
     """List the requested logs that exist: the newest batch script's, then the ranks'.
 
-    rank: ``trainer-0``, ``searcher-3``, ``mpiexec`` or ``batch``; None for all. attempt: number of the
-    attempt, for which "all" leaves out the batch script; None for the newest. Links that lead out of the run
-    are left out. Raises ConfigError if ``rank`` is no such name, or if the attempt has no logs.
+    rank: ``trainer-0``, ``searcher-3``, ``mpiexec`` or ``batch``; None for all, with the batch
+    script's only if ``attempt`` is None. attempt: number of an attempt; None for the newest. Links that lead
+    out of the run are left out. Raises ConfigError if ``rank`` is no such name or the attempt has no logs.
     """
     scripts = sorted((run.path / "slurm").glob("job-*.log"), key=lambda path: path.stat().st_mtime_ns)[-1:]
     folder = run.logs / (f"attempt-{attempt:03d}" if attempt is not None else "latest")

@@ -113,7 +113,7 @@ def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
 
 
 def run_line(index: int) -> tuple[str, str]:
-    """Return colour and line style of one of several runs, as names that the page and matplotlib know."""
+    """Return the names of the colour (of VARIABLES) and of the line style of run ``index`` of several."""
     return ("blue", "orange", "green", "rose")[index % 4], ("solid", "dashed", "dotted")[index // 4 % 3]
 
 

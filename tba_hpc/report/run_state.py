@@ -102,7 +102,7 @@ class RunMonitor(RunData):
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the newest attempt began, or that it took; before any attempt, this monitor's age."""
+        """Duration of the newest attempt so far, s; before any attempt, the age of this monitor."""
         if self.attempt is None:
             return time.time() - self._opened
         return max(0.0, (self.attempt.end or time.time()) - self.attempt.start)
@@ -190,7 +190,7 @@ def run_state(monitor: RunMonitor) -> RunState:
 
 
 def job_of(monitor: RunMonitor) -> list[QueueEntry]:
-    """Return the components of the run's job; none if the run was started outside that job after its end."""
+    """Return the components of the run's job; none if it ended and the run was then started differently."""
     states, events = {component["state"] for component in monitor.job}, monitor.events
     if not monitor.job or not events or states & (QUEUED | WITH_NODES):
         return monitor.job
@@ -305,14 +305,14 @@ def _ended(monitor: RunMonitor, again: str) -> RunState | None:
 
 
 def _abandoned(monitor: RunMonitor, again: str) -> RunState | None:
-    """Return the state of a run whose launcher is gone without a last event; None if it is not gone."""
+    """Return the state of a run whose launcher is gone without a last event; None for any other run."""
     found = f"killed at step {monitor.step}, or its machine was lost"
     words = f"{found}; {_resumed_by(monitor, again)}"
     return RunState("gone", words) if monitor.abandoned else None
 
 
 def _resumed_by(monitor: RunMonitor, again: str) -> str:
-    """Return a clause on how the run goes on."""
+    """Return a clause that says from which step, and by which command, the run goes on."""
     saved = bool(monitor.trainer.checkpoint)
     return f"{'to resume from the last checkpoint' if saved else 'to start again from step 0'}: {again}"
 

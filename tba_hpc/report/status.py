@@ -150,7 +150,7 @@ def _component(component: QueueEntry) -> str:
 
 
 def done(counts: Counts) -> dict[str, str]:
-    """Return counts of what the run has done, as texts by title; ``tba audit`` counts alike."""
+    """Return counts of what the run has done, as texts by title, equal to those of ``tba audit``."""
     if not counts.attempts:
         return {}
     dropped = f", dropped {counts.dropped:,} (answered twice)" if counts.dropped else ""

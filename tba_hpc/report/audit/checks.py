@@ -118,7 +118,7 @@ def _lost(evidence: Evidence, key: ShardKey, number: int) -> Violation:
 
 
 def _sealed_again(seals: Seals) -> Iterator[Violation]:
-    """Yield shards that were sealed again under the same index: the earlier file must have vanished."""
+    """Yield a violation for each shard index that was sealed again: the earlier file must have vanished."""
     for key, sizes in seals.items():
         if gone := sum(size.trajectories for size in sizes[:-1]):
             yield Violation(
@@ -256,7 +256,7 @@ def _buffer_violations(checkpoint: Checkpoint) -> Iterator[Violation]:
 
 
 def check_checkpoints(evidence: Evidence) -> Check:
-    """Check that checkpoints are undamaged and agree with earlier merges, and that later shards are there."""
+    """Check that checkpoints are undamaged and agree with earlier merges, and that no later shard is gone."""
     usable, broken = evidence.usable, [one for one in evidence.checkpoints if one.fault]
     violations = (
         *(Violation(f"{one.name} {one.fault}") for one in broken),

@@ -46,11 +46,11 @@ CONTEXT = 4
 """Number of preceding tokens decoded with a token, whose text may depend on them: a leading space does."""
 
 BROKEN = "\ufffd"
-"""Text that decoders return for a token which is only a part of a character."""
+"""Text that decoders return for a token that is only part of a character."""
 
 
 def print_samples(selection: Selection, *, as_json: bool = False) -> None:
-    """Print samples one below the other and then how many match, or samples as a JSON list."""
+    """Print the samples and then how many match, or the samples as a JSON list."""
     if as_json:
         print(json.dumps([sample.values() for sample in selection.samples], indent=2))
         return
@@ -157,7 +157,8 @@ def _tokens(sample: Sample, decode: Decode) -> Iterator[Token]:
 def pieces(decode: Decode, tokens: np.ndarray) -> list[str]:
     """Return the text that each token adds to the text before it.
 
-    tokens: int32 [T]. Special tokens add none; of several tokens that make up a character, the last adds it.
+    tokens: int32 [T]. Special tokens add no text; of several tokens that make up a character, the last adds
+    it.
     """
     found: list[str] = []
     start = 0  # first token whose text is still incomplete

@@ -36,7 +36,7 @@ PAUSE_SECONDS = 10.0
 """Pause between two readings of the run's files."""
 
 OWNER = "tracker"
-"""Name of the lock by which one process at a time follows a run."""
+"""Name of the lock that keeps a second process from following the run."""
 
 END_SECONDS = 60.0
 """Longest wait for the remaining figures to be sent after training has ended."""
