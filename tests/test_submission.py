@@ -119,9 +119,9 @@ def test_a_wall_time_that_is_none_is_the_options_fault() -> None:
 def test_script_in_a_job_takes_what_the_job_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"JOB_ID": 7, "JOB_NUM_NODES": 1, "GPUS_ON_NODE": 2, "CPUS_ON_NODE": 6}.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
-    assert nodes_of_this_job(ready=True) == 1
+    assert nodes_of_this_job(print_only=True) == 1
     with pytest.raises(ConfigError, match="--nodes is missing"):
-        nodes_of_this_job(ready=False)
+        nodes_of_this_job(print_only=False)
     submission = Submission(
         config=Path("quickstart"), site=SUBMISSION.site, nodes=1, run_root=tmp_path, here="7"
     )
