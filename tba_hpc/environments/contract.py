@@ -17,7 +17,7 @@
             return float(self.left == 0)
 
 A class may also have ``step(messages) -> (messages, done, reward)``, which answers turns without tool calls.
-The sum of its rewards is the episode's reward, unless there is ``get_reward``. With task.reward an
+The rewards of ``step`` add up to the episode's reward, unless there is ``get_reward``. With task.reward an
 environment needs no reward of its own. Slow preparations belong in a classmethod ``prepare()``, which a
 searcher calls once before the first episode.
 """
@@ -53,7 +53,7 @@ ERROR_CHARS = 300
 """Largest number of characters that the model sees of an error."""
 
 ARGUMENT = re.compile(r"\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
-"""Line of a docstring that describes an argument."""
+"""Pattern of a docstring's line about an argument, with its name and its description as groups."""
 
 
 class Contract:
@@ -61,7 +61,7 @@ class Contract:
 
     key: config key that names the class. name: ``module:Class``. max_chars: length limit of a tool's
     result. seconds: time limit of the environment's work in a turn. Tool calls begin only in the first half
-    of it, so that a call may take the other half.
+    of that time, which leaves the other half to the last call.
     """
 
     def __init__(self, key: str, name: str, *, max_chars: int, seconds: float = math.inf) -> None:
@@ -122,7 +122,7 @@ class Contract:
         self.arguments[name] = parameters["properties"]
 
     def require(self, row: Mapping[str, object], line: str) -> None:
-        """Raise ConfigError if a row lacks a field that ``reset`` needs. line: name of the row in errors."""
+        """Raise ConfigError if a row lacks a field that ``reset`` needs. line: what errors call the row."""
         lacking = [name for name, needed in self._named.items() if needed and name not in {**row, "seed": 0}]
         if lacking:
             raise ConfigError(f"{self._key}: reset() takes {lacking[0]!r}, which {line} lacks: add the field")
@@ -165,9 +165,10 @@ def _arguments(text: str) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Session:
-    """One environment during an episode. Methods run the user's code, and raise its exceptions.
+    """One environment during an episode. Errors of tools are results; methods raise all other errors.
 
-    calls: number of tool calls so far. failed_calls: number of those that returned an error.
+    row, seed: what ``reset`` may take. calls, failed_calls: numbers of all tool calls and of failed ones so
+    far.
     """
 
     contract: Contract
@@ -187,8 +188,8 @@ class Session:
     def act(self, text: str, messages: Sequence[Message]) -> tuple[list[Message], bool]:
         """Answer the model's turn, ``text``: run the tools that it calls, or else the environment's ``step``.
 
-        Returns the new messages, and whether the episode is over. messages: the whole conversation, which
-        ``step`` is given.
+        Returns the new messages, and whether the episode is over. messages: the conversation, including
+        this turn, for ``step``.
         """
         if self.contract.tools and (calls := parse_calls(text)):
             end = time.monotonic() + self.contract.seconds / 2
@@ -239,7 +240,7 @@ def _result_of(result: Any) -> Any:
 
 
 def _parsed(value: object, schema: Mapping[str, Any]) -> object:
-    """Return an argument of a call; parse a string as JSON if the parameter has another type."""
+    """Return an argument of a call, parsed as JSON if it is a string but ``schema`` allows no strings."""
     kinds = [one.get("type") for one in schema.get("anyOf", [schema])]
     if not isinstance(value, str) or "string" in kinds or not schema.keys() & {"type", "anyOf", "$ref"}:
         return value
