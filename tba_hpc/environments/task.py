@@ -139,7 +139,7 @@ class Conversational(Jsonl):
     def text(self, completion: Completion) -> str:
         """Return the text of the model's last turn."""
         last = completion.last_turn
-        return self._said(completion.tokens if last is None else last)
+        return self._decode_completion(completion.tokens if last is None else last)
 
     def _messages(self, row: Fields) -> list[Message]:
         """Return the messages with which a conversation begins."""

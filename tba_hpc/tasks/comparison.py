@@ -25,7 +25,7 @@ POINTS, DIGITS = 5, 40
 
 RELATIONS = ("=", "<", ">", r"\leq", r"\geq", r"\ne", r"\approx", r"\in", r"\equiv")
 TURNED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
-"""Inequality signs by the signs that they become when the sides are exchanged."""
+"""What each inequality sign becomes when the sides are exchanged."""
 
 GREEK = "alpha|beta|gamma|theta|phi|omega|lambda|mu|sigma|rho|delta"
 NAME = re.compile(
@@ -304,7 +304,7 @@ def _same_quantity(given: str, gold: str) -> bool:
 
 
 def _are_times(given: str, gold: str) -> bool:
-    """Return whether these are times of day, such as 3:05, which must not be compared as ratios."""
+    """Return whether the texts are times of day, such as 3:05, and must not be compared as ratios."""
     return bool(re.search(r":0\d", given + gold) or (":" in given and re.fullmatch(r"\d{1,2}:\d\d", gold)))
 
 
@@ -337,7 +337,7 @@ UNREAD = re.compile(
     r"\\text|\\p?mod|\\bmod|\d\s*_|(?<![_^\d])\d+\s+\d|\\overline\s*\{[\dA-Z]|\\angle|\\triangle"
     r"|'|\"|…|\\[lc]?dots|\\approx|\\begin\{(?!\w*matrix)"
 )
-"""Pattern of marks that the parser would ignore or misread, so that the text has no value."""
+"""Pattern of marks that the parser would ignore or misread. A text with such a mark has no value."""
 
 
 def _value(text: str) -> Any:

@@ -114,7 +114,7 @@ class Jsonl(Rows[Fields]):
     def require(self, row: Fields, line: str) -> None:
         """Raise ConfigError if a row lacks a field that a reward function needs.
 
-        line: name of the row in errors.
+        line: what errors call the row.
         """
         for reward in self._rewards.values():
             if isinstance(reward, Function):
@@ -143,7 +143,7 @@ class Jsonl(Rows[Fields]):
         return given if isinstance(given, list) and self._template == PROMPT else None
 
     def chat_tokenizer(self, tokenizer: Tokenizer) -> ChatTokenizer:
-        """Return ``tokenizer``, which has a chat template. Raises ConfigError if it has none."""
+        """Return ``tokenizer``. Raises ConfigError if it cannot render chats."""
         if not isinstance(tokenizer, ChatTokenizer):
             raise ConfigError(
                 f"the task {type(self).__name__.lower()} needs a chat template, which the tokenizer of "

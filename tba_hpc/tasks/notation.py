@@ -50,7 +50,7 @@ SYMBOLS = {
         "¾": r"\frac{3}{4}",
     },
 }
-"""ASCII or LaTeX for other characters."""
+"""ASCII or LaTeX that replaces other characters."""
 
 
 Rewriting = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]

@@ -228,7 +228,7 @@ class Confined:
         with self._files:
             last_error = _end_of(self._errors, LARGEST_LINE).strip().rpartition("\n")[2][:QUOTED]
             if LARGEST_FILE in (os.fstat(one.fileno()).st_size for one in (self._said, self._errors)):
-                status = -signal.SIGXFSZ  # the kernel's signal for it, which Python ignores
+                status = -signal.SIGXFSZ  # the signal of RLIMIT_FSIZE, which Python ignores
                 last_error = f"it wrote more than {LARGEST_FILE >> 20} MiB of output"
             said = _end_of(self._said, LARGEST_FILE)
         return Ended(-signal.SIGKILL if status is None else status, said, last_error)
@@ -264,7 +264,7 @@ def find_word(key: str, word: str) -> str:
 
 
 def require_program(key: str, words: Sequence[str]) -> None:
-    """Raise ConfigError if this machine has no executable of the name with which a command begins.
+    """Raise ConfigError if the first word of a command is not an executable of this machine.
 
     key: config key of the command, for errors. words: the command, as ``find_word`` resolves it.
     """

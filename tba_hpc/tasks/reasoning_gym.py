@@ -45,8 +45,8 @@ BY_HASH = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_
 """Generators whose problems depend on PYTHONHASHSEED, because they draw from sets of strings (0.1.25)."""
 
 TRIES = 20
-"""Largest number of problems that are generated for each one of a split. More than one may be needed, because
-problems of other splits are skipped."""
+"""Limit on the problems that a generator makes for a split, as a multiple of the split's size. Problems of
+other splits are skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class ReasoningGym(Rows[Item]):
         return tagged[-1].strip() if tagged else None
 
     def _items(self, split: Split) -> list[Item]:
-        """Return the problems of a split, of which none is in a split that is earlier in ``order``."""
+        """Return the problems of a split, none of which is in an earlier split of ``order``."""
         order: tuple[Split, ...] = ("test", "validation", "train")
         if split not in self._drawn:
             taken = {

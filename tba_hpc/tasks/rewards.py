@@ -107,7 +107,7 @@ class Function:
     def require(self, fields: Fields, line: str) -> None:
         """Raise ConfigError if a row lacks a field that the function needs.
 
-        line: name of the row in errors.
+        line: what errors call the row.
         """
         for name, needed in self._named.items():
             if needed and name not in fields:

@@ -24,7 +24,7 @@ from tba_hpc.core.types import Completion, Prompt, Resource, Split
 from tba_hpc.tasks.data import HubData, Table, hub_resources, named_in_options, sources_of
 from tba_hpc.tasks.rows import Rows
 
-if TYPE_CHECKING:  # it imports torch, which is slow and not needed for prompts
+if TYPE_CHECKING:  # text_models imports torch, which is slow and not needed for prompts
     from tba_hpc.tasks.text_models import RewardModel
 
 HUB_NAME = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
@@ -91,7 +91,7 @@ class TLDR(Rows[None]):
         return [*models, *hub_resources(task, _sources(task.train_file, task.test_file))]
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """Return the reward of each summary, including any penalty. It is judged together with its post."""
+        """Return the reward of each summary, including any penalty. The model reads post and summary."""
         texts = [self._text(self._reward_model, prompt, completion) for completion in completions]
         adds = self._eos_penalty_mode == "add"
         return [
