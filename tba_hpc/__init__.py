@@ -1,8 +1,8 @@
 """Trajectory Balance with Asynchrony: post-train language models with reinforcement learning, on Slurm.
 
 The command is ``tba``. In a notebook ``tba_hpc.read(run)`` gives the tables of a run. A task of your own
-returns prompts as ``tba_hpc.Prompt``, gets answers as ``tba_hpc.Completion``, and names files or models that
-it needs as ``tba_hpc.Resource``.
+returns each prompt as a ``tba_hpc.Prompt`` and gets answers as ``tba_hpc.Completion``. It names the files and
+models that it needs as ``tba_hpc.Resource``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def read(run: str | Path) -> RunFrames:
 
 
 def __getattr__(name: str) -> object:
-    """Import a type of ``core.types`` when it is first used, so that the package is quick to import."""
+    """Import a type of ``core.types`` on first use, so that the package itself is quick to import."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from tba_hpc.core import types

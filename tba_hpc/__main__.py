@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Run ``tba``. For ``supervise``, which batch scripts call often, no other command is imported."""
+    """Run ``tba``. Batch scripts call ``supervise`` often, so it imports no other command."""
     verb = sys.argv[1:2]
     if verb == ["supervise"]:
         from tba_hpc.launch.supervise import main as supervise
@@ -17,7 +17,7 @@ def main() -> None:
         return
     from tba_hpc.launch.rank import leaving
 
-    with leaving():  # a rank
+    with leaving():  # this process is a rank
         tba()
 
 

@@ -54,9 +54,9 @@ class _Commands(TyperGroup):
 
 
 def _call(name: str | None, said: str) -> str:
-    """Return how to call the command ``name``; None: there is no such command. said: the library's error."""
+    """Return how to call the command ``name``; None: no such command. said: what Typer says is wrong."""
     if name is None:
-        return "a run is a folder below runs, and tba status RUN shows it; all commands: tba --help"
+        return "tba status RUN shows a run, such as runs/quickstart-seed0; all commands: tba --help"
     if name == "submit" and "extra argument" in said:
         return "a run or a config is given by --config, as in tba submit --config RUN --nodes 4"
     run = "a run is a folder, such as runs/quickstart-seed0; " if "'RUN'" in said else ""
@@ -81,7 +81,7 @@ ConfigOrRun = Annotated[
     Path,
     typer.Argument(metavar="CONFIG|RUN", help="A config, the name of a shipped one, or a run directory."),
 ]
-SitePath = Annotated[Path | None, typer.Option(help="The cluster: a site file, or a shipped one's name.")]
+SitePath = Annotated[Path | None, typer.Option(help="The cluster: a site file or the name of a shipped one.")]
 RunRoot = Annotated[Path | None, typer.Option(help="Folder of run directories; all nodes must see it.")]
 Subject = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run, or a model's folder or hub name.")]
 TaskConfig = Annotated[Path | None, typer.Option(help="For a MODEL: the config with its task.")]
@@ -171,12 +171,12 @@ def run(
 @app.command(rich_help_panel=TRAINING)
 def submit(
     nodes: Annotated[
-        int | None, typer.Option(help="Number of nodes; with --print inside a Slurm job, default: its nodes.")
+        int | None, typer.Option(help="Number of nodes; default with --print inside a Slurm job: its nodes.")
     ] = None,
     config: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="CONFIG|RUN", help="As for tba run; default: math_gsm8k. Repeatable: a job each."
+            metavar="CONFIG|RUN", help="As for tba run; default: math_gsm8k. Repeatable: one job for each."
         ),
     ] = None,
     seeds: Annotated[
@@ -204,7 +204,7 @@ def submit(
     ] = False,
     as_json: AsJson = False,
     chain: Annotated[
-        int, typer.Option(min=1, help="Submit this many jobs, each after the one before; none requeues.")
+        int, typer.Option(min=1, help="Submit this many jobs, each after the previous one; none requeues.")
     ] = 1,
     time_min: Annotated[
         str | None, typer.Option(help="Shortest acceptable wall time, as for sbatch.")
@@ -213,7 +213,7 @@ def submit(
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Another option of sbatch; repeatable.")
     ] = None,
     elastic: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Submit elastic searchers for RUN, a job per node.")
+        Path | None, typer.Option(metavar="RUN", help="Submit elastic searchers for RUN, one job per node.")
     ] = None,
     partition: Annotated[
         str | None, typer.Option(help="Partition of elastic searchers; default: the site's.")
@@ -260,7 +260,7 @@ def submit(
         )
     jobs = submissions.spread(job, configs, seeds)
     if print_only and len(jobs) > 1:
-        raise ConfigError(f"--print prints one script, and these are {len(jobs)} runs: print one at a time")
+        raise ConfigError(f"--print prints one script, but these are {len(jobs)} runs: print one at a time")
     if dry_run or print_only:
         typer.echo("\n".join(submissions.script(one, make=print_only) for one in jobs), nl=False)
         return
@@ -271,7 +271,7 @@ def submit(
 
 
 def _refuse_idle(options: Mapping[str, object], why: str) -> None:
-    """Raise ConfigError, ending in ``why``, if any of these options is given, which would have no effect."""
+    """Raise ConfigError with ``why`` if any of ``options``, which would have no effect, was given."""
     if given := next((option for option, value in options.items() if value), None):
         raise ConfigError(f"{given} {why}")
 
@@ -504,7 +504,7 @@ def plan_run(
 
 @app.command(rich_help_panel=RESULTS)
 def audit(run: RunPath, as_json: AsJson = False) -> None:
-    """Check by RUN's files that no trajectory was lost, counted twice or skipped; exit 1 if one was."""
+    """Verify from RUN's files that no trajectory was lost, counted twice or skipped; exit 1 if one was."""
     from tba_hpc.report.audit import audit, print_audit
 
     verdict = audit(RunDir.open(run))
@@ -634,7 +634,7 @@ def samples(
 
 @app.command(rich_help_panel=SCRIPTS)
 def create(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Make the run directory of a config, or resume the run in it, and print its path."""
+    """Make the run directory of a config, or prepare the run in it for a resume; print its path."""
     resolved = _resolve(config, overrides or [])
     refuse_owned(RunDir.check(resolved))  # creating would change the config of a run at work
     made = create_run(resolved)
@@ -671,7 +671,7 @@ def _span(text: str | None) -> tuple[int, int] | None:
     last = last if dash else first
     if not (first.isdecimal() and last.isdecimal()):
         raise ConfigError(
-            f"--steps {text} is no span of steps: write for example --steps 0-20, or --steps 20"
+            f"--steps {text} is not a span of steps: write for example --steps 0-20, or --steps 20"
         )
     return int(first), int(last)
 
@@ -714,7 +714,7 @@ def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> int:
 
     if not os.access(run_dir.path, os.W_OK):
         print(
-            f"{run_dir.path} is not yours to write: its summary and report stay as they are", file=sys.stderr
+            f"you may not write to {run_dir.path}: its summary and report stay as they are", file=sys.stderr
         )
         summary = summarise(run_dir)
     elif anew or not run_dir.report.exists():
@@ -729,7 +729,7 @@ def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> int:
 
 
 def main(command: Callable[[], None] = app, name: str = "tba") -> None:
-    """Run ``command``, and end the process with one sentence on stderr, after ``name``, if the user erred."""
+    """Run ``command``. If it fails in a way that the user can fix, print ``NAME: sentence`` and exit."""
     print_in_any_encoding()
     try:
         try:
@@ -750,9 +750,9 @@ def main(command: Callable[[], None] = app, name: str = "tba") -> None:
         sys.exit(Exit.REFUSED)
     except OSError as error:
         if output_is_lost():
-            if not isinstance(error, BrokenPipeError):  # its reader has seen enough
-                place = "give it another place, or free space there"
-                print(f"{name}: standard output takes no more ({error.strerror}): {place}", file=sys.stderr)
+            if not isinstance(error, BrokenPipeError):  # whatever read the output has seen enough
+                remedy = "redirect it elsewhere, or free space there"
+                print(f"{name}: cannot write standard output ({error.strerror}): {remedy}", file=sys.stderr)
             sys.exit(Exit.FAILED)
         if not (sentence := refused_file(error)):
             raise

@@ -110,7 +110,7 @@ def train(run: RunDir, index: int | None) -> None:
     ExchangeError and similar errors with a one-sentence message.
     """
     with as_rank(run, "trainer", index) as (config, placement):
-        # While libraries and the model are loaded, since checksums release Python's lock.
+        # In a thread while libraries and the model are loaded: checksums release Python's lock.
         verified = in_background(partial(verify_checkpoints, run)) if placement.index == 0 else None
         learner = make_learner(run, config, placement.index, config.launch.trainers)
         if verified:
@@ -152,8 +152,8 @@ def leading(
     """Yield a trainer that continues from the newest checkpoint. Within the block, signals ask it to stop.
 
     open_exchange: function that opens the trainer's end of an exchange, given the run's progress. freshness:
-    class that decides which data are too old, and what a step waits for. elastic_leases: function that maps
-    the elastic searchers that are ready to the numbers of their leases.
+    class that decides which data are too old, and what a step waits for. elastic_leases: function that
+    returns the lease number of each elastic searcher that is ready, by searcher.
     """
     saved, metrics = restore(run, config), trainer_metrics(run)
     pending = _pending_shards(run, config).read_all(saved.state.cursors)

@@ -286,8 +286,8 @@ def test_groups_are_spread_evenly_over_the_fewest_micro_batches() -> None:
 def test_a_sequence_that_does_not_fit_is_named_by_its_lengths() -> None:
     batch = batch_of(np.full(4, 5), np.array([3, 9, 2, 4]), 2, np.random.default_rng(0))
     sentence = (
-        r"train.tokens_per_micro_batch=13 is below one sequence, of 5 tokens of the prompt and 9 of the "
-        r"completion: raise it to at least 14$"
+        r"train.tokens_per_micro_batch=13 is too small for a prompt of 5 and a completion of 9 tokens: raise "
+        r"it to at least 14$"
     )
     with pytest.raises(ConfigError, match=sentence):
         plan(batch, rank=0, ranks=1, budget=13, share_prompts=True)

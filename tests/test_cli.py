@@ -132,7 +132,7 @@ def test_a_run_that_does_not_exist_is_refused_at_once(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("list", "no such command 'list': a run is a folder below runs, and tba status RUN shows it; all"),
+        ("list", "no such command 'list': tba status RUN shows a run, such as runs/quickstart-seed0; all"),
         ("stats RUN", "no such command 'stats': did you mean 'status'?\n"),
         (
             "status",
@@ -226,7 +226,7 @@ def test_the_script_submits_as_the_command_does_and_signs_its_sentences() -> Non
     ("options", "said"),
     [
         (("--partition", "h100", "--dry-run"), "--partition is only for elastic searchers"),
-        (("--seeds", "0-1", "--print"), "--print prints one script, and these are 2 runs"),
+        (("--seeds", "0-1", "--print"), "--print prints one script, but these are 2 runs"),
         (("--elastic", "RUN", "--wait"), "--wait has no effect on elastic searchers"),
         (("--elastic", "RUN", "--set", "train.steps=9"), "--set has no effect on elastic searchers"),
     ],

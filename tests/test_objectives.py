@@ -603,11 +603,11 @@ def test_an_objective_of_ones_own_gets_one_group_at_a_time(monkeypatch: pytest.M
             {"size": 2},
             r"cannot be called \(.*size.*\): let it take \(groups, beta\)",
         ),
-        ("test_objectives:a_mean", {}, r"gave \[\] for \[1, 5\] completions: let it return a tensor"),
+        ("test_objectives:a_mean", {}, r"returned \[\]: let it return a tensor of shape \[1, 5\]"),
         (
             "test_objectives:rewards_alone",
             {},
-            "gave a loss without gradient: let it follow from groups.polic",
+            "returned a loss without gradient: let it depend on groups.polic",
         ),
     ],
 )

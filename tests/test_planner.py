@@ -199,7 +199,7 @@ def test_an_adapter_alone_has_gradients_and_an_optimizer_and_is_published() -> N
     ("model", "lora", "sentence"),
     [
         ("Qwen/Qwen2.5-7B", "{targets: [q_proj, lm_head]}", "targets=lm_head names no linear layer of"),
-        ("openai-community/gpt2", "{}", "model.path=openai-community/gpt2 that LoRA can adapt: it has none"),
+        ("openai-community/gpt2", "{}", "gpt2 has no linear layer that LoRA can adapt"),
     ],
 )
 def test_an_adapter_of_nothing_is_refused(model: str, lora: str, sentence: str) -> None:

@@ -89,7 +89,8 @@ def test_an_initial_buffer_that_the_prompts_can_never_fill_is_refused(tmp_path: 
     refuse(81, max_staleness=1)
     sentence = (
         r"initial_completions=81 can never be reached with 4 training prompts and "
-        r"buffer.capacity_per_prompt=20: lower the first to at most 80, or raise the last$"
+        r"buffer.capacity_per_prompt=20: lower initial_completions to at most 80, or raise "
+        r"capacity_per_prompt$"
     )
     with pytest.raises(ConfigError, match=sentence):
         refuse(81)

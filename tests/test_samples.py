@@ -311,4 +311,4 @@ def test_the_command_answers_in_json_and_refuses_a_span_that_is_none(run: RunDir
     done = tba("samples", run.path, "--by", "best", "--steps", "0-3", "--json")
     assert [found["reward"] for found in json.loads(done.stdout)] == [1.0, 0.0]
     for bad in ("x", "3-", "-4", "3-x"):
-        assert f"--steps {bad} is no span" in tba("samples", run.path, f"--steps={bad}").stderr
+        assert f"--steps {bad} is not a span" in tba("samples", run.path, f"--steps={bad}").stderr

@@ -263,8 +263,8 @@ def test_a_searcher_whose_rewards_hang_again_and_again_ends_in_time_with_their_l
     """Before others give up on it, who wait twice as long as the first call may take."""
     sentence = (
         rf"^the task {__name__}:Stuck had 3 calls that do not end; the last, rewards\(\) of prompt 1 "
-        r"\(request \d+\), ran for 0\.5 s, last at test_scorer\.py:\d+ in _wait: give what it waits for a "
-        r"timeout, or raise launch\.timeout_seconds, half of which a call may take$"
+        r"\(request \d+\), ran for 0\.5 s, last at test_scorer\.py:\d+ in _wait: set a timeout on "
+        r"what it waits for, or raise launch\.timeout_seconds: a call may take half of that$"
     )
     start = time.monotonic()
     with pytest.raises(ConfigError, match=sentence):

@@ -79,9 +79,7 @@ def test_what_is_only_shown_ends_nothing_and_complains_once(capsys: pytest.Captu
 def test_output_that_takes_no_more_is_one_sentence(words: str, unbuffered: str) -> None:
     with Path("/dev/full").open("w") as full:
         done = run_tba(words, PYTHONUNBUFFERED=unbuffered, stdout=full)
-    said = (
-        "tba: standard output takes no more (No space left on device): give it another place, or free space"
-    )
+    said = "tba: cannot write standard output (No space left on device): redirect it elsewhere, or free space"
     assert (done.returncode, done.stderr) == (Exit.FAILED, f"{said} there\n")
 
 

@@ -114,7 +114,7 @@ def plan(
 
 
 def _padded(batch: TrajectoryBatch) -> Callable[[np.ndarray], int]:
-    """Return a function from indices of rows to the tokens of the rectangle to which they are padded."""
+    """Return a function from indices of rows to the tokens of their rectangle, padding included."""
     sequences, row = cut(batch.sequences, batch.prompt_length_N, batch.begin_T)
     sequences_N = np.bincount(row)
     longest_N = np.maximum.reduceat(sequences.lengths, offsets_of(sequences_N)[:-1])
@@ -126,7 +126,10 @@ def _packed(
     deal: Callable[[np.ndarray, int], list[np.ndarray]],
     fit: Callable[[np.ndarray], bool],
 ) -> list[list[np.ndarray]]:
-    """Divide each rank's groups by ``deal`` into the fewest sets that fit, equally many on all ranks."""
+    """Divide each rank's groups into the fewest sets that fit, equally many on all ranks.
+
+    deal: function that divides groups into a given number of sets. fit: whether a set is small enough.
+    """
     for number in range(1, len(shares[0]) + 1):
         sets = [deal(share, number) for share in shares]
         if all(fit(one) for of_rank in sets for one in of_rank):
@@ -153,8 +156,8 @@ def _require_room(batch: TrajectoryBatch, budget: int) -> None:
     prompt, completion = int(batch.prompt_length_N[longest]), int(batch.completion_length_N[longest])
     if prompt + completion > budget:
         raise ConfigError(
-            f"train.tokens_per_micro_batch={budget} is below one sequence, of {prompt} tokens of the prompt "
-            f"and {completion} of the completion: raise it to at least {prompt + completion}"
+            f"train.tokens_per_micro_batch={budget} is too small for a prompt of {prompt} and a completion "
+            f"of {completion} tokens: raise it to at least {prompt + completion}"
         )
 
 
@@ -163,24 +166,24 @@ def _filled(pieces: Sequence[np.ndarray], fits: Callable[[np.ndarray], bool]) ->
 
     A piece is an array of indices of rows of the batch.
     """
-    runs: list[list[np.ndarray]] = []
+    filled: list[list[np.ndarray]] = []
     for piece in pieces:
-        if runs and fits(np.concatenate([*runs[-1], piece])):
-            runs[-1].append(piece)
+        if filled and fits(np.concatenate([*filled[-1], piece])):
+            filled[-1].append(piece)
         else:
-            runs.append([piece])
-    return runs
+            filled.append([piece])
+    return filled
 
 
-def _alike(runs_of_ranks: Sequence[list[list[np.ndarray]]]) -> Sequence[list[list[np.ndarray]]]:
+def _alike(filled_of_ranks: Sequence[list[list[np.ndarray]]]) -> Sequence[list[list[np.ndarray]]]:
     """Give every rank as many micro-batches as the rank with most, by halving those with most pieces."""
-    number = max(len(runs) for runs in runs_of_ranks)
-    for runs in runs_of_ranks:
-        while len(runs) < number:
-            longest = max(range(len(runs)), key=lambda place: len(runs[place]))
-            run = runs[longest]
-            runs[longest : longest + 1] = [run[: len(run) // 2], run[len(run) // 2 :]]
-    return runs_of_ranks
+    number = max(len(filled) for filled in filled_of_ranks)
+    for filled in filled_of_ranks:
+        while len(filled) < number:
+            longest = max(range(len(filled)), key=lambda place: len(filled[place]))
+            pieces = filled[longest]
+            filled[longest : longest + 1] = [pieces[: len(pieces) // 2], pieces[len(pieces) // 2 :]]
+    return filled_of_ranks
 
 
 def with_reference_power(batch: TrajectoryBatch, power: float) -> TrajectoryBatch:
@@ -209,15 +212,15 @@ def take_groups(batch: TrajectoryBatch, groups: np.ndarray) -> TrajectoryBatch:
 
 
 def rows_of(groups: np.ndarray, size: int) -> np.ndarray:
-    """Return the indices of the rows, int64, of groups of ``size`` rows each, in the order of ``groups``."""
+    """Return the indices of all rows of the given groups, int64. size: number of rows of a group."""
     return (groups[:, None] * size + np.arange(size)).ravel()
 
 
 def staleness(batch: TrajectoryBatch, version: int) -> np.ndarray:
     """Return the staleness of each trajectory, int32 [N]: steps from its oldest weights to ``version``.
 
-    It is never negative. If a resume has undone the steps that made a trajectory's weights, those weights may
-    be ahead of ``version``; the distance counts then, too.
+    It is never negative: if a resume has undone steps, weights may be ahead of ``version``, and the number of
+    steps ahead counts.
     """
     return np.abs(version - batch.version_N)
 

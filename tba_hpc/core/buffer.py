@@ -31,8 +31,8 @@ class Merged:
     """Result of a merge, in numbers of trajectories.
 
     added: trajectories given to the merge, minus duplicates. duplicates: those dropped because an equal or
-    similar one stays. evicted: those removed because the buffer was full or the text of their prompt changed.
-    Trajectories of earlier merges count as duplicates and as evicted, too.
+    similar one stays. evicted: those removed because the buffer was full or their prompt's tokens changed.
+    ``duplicates`` and ``evicted`` include trajectories of earlier merges.
     """
 
     added: int
@@ -64,8 +64,8 @@ class ReplayBuffer:
 
     queue: whether batches take the oldest trajectories first. value_beta: β of the ``soft_values`` that a
     merge stores; None: it stores 0. embed: computes embeddings to find duplicates; given if and only if
-    ``config.embedding_model`` is set. duplicates, evicted: totals so far. replay_ratio: number of batches so
-    far that held a trajectory, as the mean over the last batch's trajectories; 1 if all of them were new.
+    ``config.embedding_model`` is set. duplicates, evicted: totals so far. replay_ratio: mean number of times
+    that the last batch's trajectories have been used, this batch included; 1 if all of them were new.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ReplayBuffer:
     def _clear(self) -> None:
         self._store = LiveStore()
         self._sampler = self._new_sampler(self._store)
-        self._used_up: set[int] = set()  # groups with used-up trajectories; some are no longer in the store
+        self._used_up: set[int] = set()  # numbers of groups with used-up trajectories; some groups are gone
 
     def __len__(self) -> int:
         """Return the number of live trajectories."""
@@ -111,7 +111,7 @@ class ReplayBuffer:
 
     @property
     def unlearned(self) -> int:
-        """Number of requests with live trajectories, none of which was in a batch. Reads all records."""
+        """Number of requests whose live trajectories were in no batch so far. Reads all records."""
         record = self._store.record()
         used = record["request_id"][record["uses"] > 0]
         return self.requests - len(np.unique(used))
@@ -135,15 +135,15 @@ class ReplayBuffer:
         publications of weights; None: the revision. The trajectories of the newest sync that added any are
         the "most recent" ones. Neither number may decrease.
 
-        Unless duplicates are kept, a completion replaces a live one of its prompt that is equal, and counts
-        as newly arrived. If similar completions count as duplicates, too (by edit distance or embeddings), a
+        Unless duplicates are kept, a completion replaces an equal live one of its prompt, and counts as newly
+        arrived. If similar completions count as duplicates, too (by edit distance or embeddings), a
         completion replaces all similar live ones of its prompt if its reward is higher than each of theirs;
         otherwise it is not stored. Finally the oldest trajectories above ``capacity_per_prompt`` and
         ``capacity`` are evicted.
         """
         sync = revision if sync is None else sync
-        assert revision >= self._revision, f"revision {revision} comes after revision {self._revision}"
-        assert sync >= self._sampler.sync, f"sync {sync} comes after sync {self._sampler.sync}"
+        assert revision >= self._revision, f"revision {revision} is below revision {self._revision}"
+        assert sync >= self._sampler.sync, f"sync {sync} is below sync {self._sampler.sync}"
         if not len(trajectories):
             return Merged(0, 0, 0)
         self._sampler.begin_sync(sync)
@@ -162,7 +162,7 @@ class ReplayBuffer:
             fields["embedding"] = embedding_ND = self._embed(arrived.actions)
             dtype = np.dtype([*LIVE_RECORD.descr, ("embedding", "<f4", embedding_ND.shape[1:])])
         if self._value_beta is not None:
-            # Now, while all completions of the request are here: duplicates and evicted ones leave no trace.
+            # Now, since some of the request's completions may soon be dropped as duplicates or evicted.
             fields["value"] = soft_values(arrived, self._value_beta)
         record = as_record(arrived.record, dtype)
         for name, value in {**fields, "revision": self._revision, "sync": self._sampler.sync}.items():
@@ -177,30 +177,30 @@ class ReplayBuffer:
         prompt_ids, prompt_rows = record["prompt_id"][starts].tolist(), record["prompt_row"][starts].tolist()
         ends = [*starts[1:], len(record)]
         for start, end, prompt, row in zip(starts, ends, prompt_ids, prompt_rows, strict=True):
-            text = arrived.prompts.row(row)
-            tokens = self._prompt(prompt, text) or Ragged.from_rows([text], np.int32)
-            group = arrived.between(start, end, tokens)
+            tokens = arrived.prompts.row(row)
+            prompts = self._stored_prompt(prompt, tokens) or Ragged.from_rows([tokens], np.int32)
+            group = arrived.between(start, end, prompts)
             group.record["prompt_row"] = 0
             yield group
 
-    def _prompt(self, prompt: int, text: np.ndarray) -> Ragged | None:
-        """Return the stored tokens of a prompt if they equal ``text``, so that its groups share one array.
+    def _stored_prompt(self, prompt: int, tokens: np.ndarray) -> Ragged | None:
+        """Return the stored row of a prompt's tokens, which its groups share; None if there is none.
 
-        If they differ, the data set has changed: the prompt's completions are evicted. Then, and if the
-        prompt has no live trajectories, the result is None.
+        prompt: the prompt's id. tokens: its tokens in new trajectories. If they differ from the stored ones,
+        the data set has changed, and the prompt's live trajectories are evicted.
         """
         live = self._store.live.get(prompt)
         if not live:
             return None
-        tokens = self._store.group(next(iter(live.values()))).prompts
-        if np.array_equal(tokens.row(0), text):
-            return tokens
+        stored = self._store.group(next(iter(live.values()))).prompts
+        if np.array_equal(stored.row(0), tokens):
+            return stored
         groups = self._store.groups_of(prompt)
         self._evict((number, np.ones(len(group), bool)) for number, group in groups.items())
         return None
 
     def _enter(self, group: Trajectories) -> int:
-        """Store a new group and drop duplicates, new or live before; return how many were dropped."""
+        """Store a new group; drop duplicates, new or live ones, and return how many were dropped."""
         prompt, keys = prompt_of(group), self._rule.keys(group)
         dropped, live = 0, self._store.live.get(prompt, {})
         if self._rule.possible(live, keys):
@@ -247,10 +247,10 @@ class ReplayBuffer:
         return self._evict(self._store.parts(unwanted(self._store.record())))
 
     def evict_used_up(self, group_size: int) -> int:
-        """Evict trajectories from which ``replay_limit`` steps have learned; return how many left.
+        """Evict trajectories from which ``replay_limit`` steps have learned; return how many were evicted.
 
         If fewer than ``group_size`` of a prompt would remain, these are evicted, too: a group would have to
-        repeat them, which teaches little. The cost depends only on the batches since the last call.
+        repeat them, which teaches little. The time it takes depends only on the batches since the last call.
         """
         used_up = [number for number in self._used_up if number in self._store.groups]
         self._used_up.clear()

@@ -45,7 +45,7 @@ class Duplicates:
         """Return which of a prompt's M live and N new completions stay, bool [M + N], live ones first.
 
         live, older: keys and groups of the live completions. keys, group: keys and group of the new ones,
-        which are treated one after the other. A new completion replaces an equal one. It replaces similar
+        which are considered in order. A new completion replaces an equal one. It replaces similar
         ones if its reward is higher than each of theirs; otherwise it does not stay.
         """
         place_of = {key: place for place, key in enumerate(live)}
@@ -67,7 +67,7 @@ class Duplicates:
         return stays
 
     def _near(self, older: Sequence[Trajectories], group: Trajectories) -> np.ndarray:
-        """Return for each new completion which of all are similar to it, bool [N, M + N].
+        """Return which of all completions are similar to each new one, bool [N, M + N]; live ones come first.
 
         Two completions are similar if their edit distance, in tokens, is below a share of the sum of their
         lengths, or if the cosine of their embeddings is above a limit. The config says which.

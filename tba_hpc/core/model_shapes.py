@@ -10,10 +10,10 @@ BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a weight, by dtype."""
 
 UNGATED = {"gpt2", "gpt_neox", "bert", "roberta"}
-"""Models whose MLP has two matrices instead of three, and whose norms are LayerNorm."""
+"""Kinds of models whose MLP has two matrices instead of three, and whose norms are LayerNorm."""
 
 LEARNED_POSITIONS = {"gpt2", "bert", "roberta"}
-"""Models with learned position embeddings, whose output layer is tied unless config.json says otherwise."""
+"""Kinds of models with learned positions; their output layer is tied unless config.json says otherwise."""
 
 GPT2_FIELDS = {
     "n_embd": "hidden_size",
@@ -22,7 +22,7 @@ GPT2_FIELDS = {
     "n_positions": "max_position_embeddings",
     "n_inner": "intermediate_size",
 }
-"""Names that GPT-2's config.json uses, and what other models call the same."""
+"""Names of fields in GPT-2's config.json, and in that of other models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,8 @@ class Shape:
     kind: the model_type of config.json. query, key_value: width of all heads together. inner: hidden width of
     the MLP, or of one expert. experts_per_token: 1 without experts. matrices: number of weights in a layer's
     linear maps, all experts together. mixture: whether it is a mixture of experts. table: number of weights
-    in the embeddings, learned positions included. head: number of weights in the output layer; 0 if these are
-    the embeddings' own. vocabulary: number of tokens; 0 if no logits are computed. disk_bytes: bytes per
+    in the embeddings, learned positions included. head: number of weights in the output layer; 0 if it uses
+    those of the embeddings. vocabulary: number of tokens; 0 if no logits are computed. disk_bytes: bytes per
     weight in the model's files. gated: whether the MLP has a gate, as in Llama.
     """
 
@@ -64,7 +64,7 @@ class Shape:
         return self.heads * self.key_value // self.query
 
     def kv_bytes(self, weight_bytes: int) -> int:
-        """Return the bytes of KV cache per token, if a number takes ``weight_bytes``."""
+        """Return the bytes of KV cache per token. weight_bytes: bytes of a number in it."""
         return 2 * self.layers * self.key_value * weight_bytes
 
     def without_head(self) -> Shape:
@@ -73,7 +73,7 @@ class Shape:
 
     @property
     def linear_layers(self) -> dict[str, int]:
-        """Input plus output width of each nn.Linear of a layer, by name, as LoRA adapts them.
+        """Input plus output width of each nn.Linear of a layer, by name. LoRA adapts these modules.
 
         Experts and GPT-2 have no nn.Linear.
         """
@@ -150,7 +150,7 @@ def kept_bytes(shape: Shape, weight_bytes: int, *, checkpointing: bool) -> float
 
 
 CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
-"""Bytes of float32 logits that are computed at once, by device. A GPU is busy only with large products."""
+"""Bytes of float32 logits that are computed at once, by device. Only large products keep a GPU busy."""
 
 PASS_TOKENS = 16 << 10
 """Token limit of a forward pass in which a searcher's reference scores several groups.

@@ -17,10 +17,10 @@ from tba_hpc.core.wording import did_you_mean
 LONGEST_MESSAGE = 300
 """Largest number of characters shown of an error message from a user's code."""
 
-OF_A_FILE = "name the file by its whole path, or by its path from the module's folder, which the run copies"
-"""Remedy for a file that the user's code does not find. A run copies files that the module's code names."""
+OF_A_FILE = "name the file by its absolute path, or by Path(__file__).with_name('NAME'), which the run copies"
+"""Remedy for a file that the user's code does not find; see ``run.modules``, which copies files."""
 
-IN_TIME = "give what it waits for a timeout, or raise launch.timeout_seconds, half of which a call may take"
+IN_TIME = "set a timeout on what it waits for, or raise launch.timeout_seconds: a call may take half of that"
 """Remedy for a call of user code that does not return."""
 
 LIBRARIES = (
@@ -94,7 +94,7 @@ def where_is(thread: int) -> tuple[str, str]:
 def _last_line(stack: traceback.StackSummary) -> str:
     """Return the last line of user code in a stack (``r.py:7 in reward``); empty if there is none.
 
-    Files with relative paths are a library's compiled ones, and those without a path are made by exec.
+    Frames without an absolute path are skipped: a library's compiled code, and code that exec runs.
     """
     own = (f for f in reversed(stack) if f.filename.startswith("/") and not f.filename.startswith(LIBRARIES))
     return next(map(_line, own), "")
@@ -105,7 +105,7 @@ def _line(frame: traceback.FrameSummary) -> str:
 
 
 def _refusal(key: str, name: str, error: BaseException) -> ConfigError:
-    """Make an error that names the module's line that was executed last, or the one with the syntax error."""
+    """Make an error that names the module's line that was executed last, or that has the syntax error."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(f.filename, f.lineno) for f in frames if f.filename.endswith(f"{name.replace('.', '/')}.py")]
     place = (error.filename, error.lineno) if isinstance(error, SyntaxError) else lines[-1] if lines else None

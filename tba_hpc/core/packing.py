@@ -94,11 +94,11 @@ def pack(
     """Lay out sequences for one pass of a model.
 
     sequences: prompts, each of at least one token, with their completions, int32. prompt_length_N: int64,
-    tokens of each prompt. prompt_N: int64, a number for each prompt; neighbouring sequences with the same
-    number have the same prompt, and share it in a row. action_T: bool, whether each completion token was
-    sampled. begin_T: bool, whether a completion token, which was not sampled, begins another sequence; None:
-    none does. others_TC: int, further tokens whose log-probabilities are needed at the position of each
-    completion token; None: no further ones.
+    length of each sequence's prompt. prompt_N: int64, number of each sequence's prompt; neighbours with the
+    same number have the same prompt, and share it in a row. action_T: bool, whether each completion token was
+    sampled. begin_T: bool, True at unsampled completion tokens that begin another sequence; None: there are
+    none. others_TC: int, other tokens whose log-probabilities are needed at the position of each completion
+    token; None: there are none.
     """
     if begin_T is not None and begin_T.any():
         sequences, row_N = cut(sequences, prompt_length_N, begin_T)

@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
         """Return the tokens, int32 [T], of ``text``: with a BOS if the model uses one, without EOS."""
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """Return the tokens, int32 [T], of a chat in which the model is next to answer a user's ``text``.
+        """Return the tokens, int32 [T], of a chat that asks the model to answer a user's ``text``.
 
         Raises ConfigError if the model has no chat template.
         """
@@ -96,8 +96,8 @@ class ChatTokenizer(Tokenizer, Protocol):
         """Return the text of a conversation.
 
         tools: descriptions of the tools that the model may call, as JSON schemas. ask: whether to add the
-        beginning of the model's next message. options: further variables of the chat template. Raises
-        ConfigError if the model has no chat template, or if the template refuses the messages.
+        generation prompt. options: further variables of the chat template. Raises ConfigError if the model
+        has no chat template, or if the template refuses the messages.
         """
 
     def encode_rendered(self, text: str) -> np.ndarray:
@@ -185,7 +185,7 @@ class Task(ABC):
     def show_special_tokens(self) -> None:
         """Show special tokens in decoded completions from now on, as ``task.special_tokens`` asks.
 
-        Raises ConfigError if the task cannot; a class without this method never can.
+        Raises ConfigError if the task cannot, as this default does.
         """
         name = f"{type(self).__module__}:{type(self).__qualname__}"
         raise ConfigError(
@@ -296,7 +296,7 @@ class Learner(Protocol):
     """The policy under training, as the trainer's loop sees it.
 
     Only the leading trainer rank calls these methods; the other ranks ``follow``. layout: names, dtypes and
-    places of the weights in a buffer. Every method raises ExchangeError if another trainer rank is gone.
+    byte ranges of the weights in a buffer. Every method raises ExchangeError if another trainer rank is gone.
     """
 
     layout: WeightLayout
@@ -305,8 +305,8 @@ class Learner(Protocol):
         """Take one optimizer step on the mean loss over all rows of ``batch``; return its metrics.
 
         The metrics are: loss and the objective's own metrics, as means over the batch; ``objectives.figures``
-        of the batch; grad_norm, before clipping; tokens, of all completions; learning_rate; skipped_steps, so
-        far. If the loss or the gradient's norm is not finite, the step is skipped: weights and optimizer
+        of the batch; grad_norm, before clipping; tokens, those sampled; learning_rate; skipped_steps, so far.
+        If the loss or the gradient's norm is not finite, the step is skipped: weights and optimizer
         state stay as they are, and the grad_norm returned is not finite. Raises ConfigError if too many steps
         in a row are skipped.
         """
@@ -395,8 +395,8 @@ class Backend(Protocol):
 Write = Callable[[np.ndarray], Callable[[], object] | None]
 """Function that writes weights into a buffer, uint8 [layout.nbytes].
 
-It returns None once all is written, or it returns earlier a function that waits for the rest. Any thread may
-call that function, which raises ExchangeError if another rank is gone."""
+It returns None once all is written, or earlier with a function that waits for the rest. Any thread may call
+the returned function; it raises ExchangeError if another rank is gone."""
 
 
 class TrainerExchange(Protocol):

@@ -24,7 +24,7 @@ _TEMPERATURE = int.from_bytes(b"warm")
 class CompletedRequests:
     """Set of the completed requests, as a bitmap that grows.
 
-    A request is completed once its group is in a sealed shard, or is noted there as set aside.
+    A request is completed once a sealed shard holds its group, or lists it as set aside.
     """
 
     def __init__(self) -> None:
@@ -82,8 +82,7 @@ def _bit(request_ids: np.ndarray) -> np.ndarray:
 class Progress:
     """Progress of a run, sent to a searcher when it joins.
 
-    completed: requests in all merged shards. cursors: for each searcher, the index of the next shard to
-    merge.
+    completed: requests that merged shards complete. cursors: index of the next shard to merge, by searcher.
     """
 
     completed: CompletedRequests = field(default_factory=CompletedRequests)
@@ -121,9 +120,9 @@ class PromptOrder:
     def request_ids(self, place: int, places: int, completed: CompletedRequests) -> Iterator[int]:
         """Yield the ids ≡ ``place`` (mod ``places``) of requests not yet completed, ascending, without end.
 
-        A searcher issues the requests of its place. As a rule no other searcher has that place, so that no
-        request is issued twice in an attempt. Requests that it leaves uncompleted are issued again by the
-        next searcher with this place, or after a resume, which may have another number of places.
+        A searcher issues the requests of its place. As a rule no other searcher has that place, so no request
+        is issued twice in an attempt. The next searcher with this place issues uncompleted requests again. So
+        do the searchers after a resume, which may have another number of places.
         """
         mine = itertools.count(place, places)
         return (request_id for request_id in mine if request_id not in completed)
@@ -176,7 +175,7 @@ def refuse_long_prompts(task: Task, config: Config) -> None:
             raise ConfigError(
                 f"{split} prompt {longest.id} has {len(longest.tokens)} tokens, but model.context_length="
                 f"{config.model.context_length} less generator.max_tokens={config.generator.max_tokens} "
-                f"leaves room for {room}: raise the first or lower the second"
+                f"leaves room for {room}: raise model.context_length or lower generator.max_tokens"
             )
 
 
@@ -188,13 +187,13 @@ def refuse_few_prompts(task: Task, config: Config) -> None:
         raise ConfigError(
             f"buffer.initial_completions={buffer.initial_completions} can never be reached with "
             f"{count(prompts, 'training prompt')} and "
-            f"buffer.capacity_per_prompt={buffer.capacity_per_prompt}: lower the first to at most {room}, or "
-            "raise the last"
+            f"buffer.capacity_per_prompt={buffer.capacity_per_prompt}: lower initial_completions to at most "
+            f"{room}, or raise capacity_per_prompt"
         )
     if config.selective and prompts < wanted:
         raise ConfigError(
-            f"train.prompts_per_step={wanted} is more than the {prompts} training prompts, of which a step "
-            "takes one group each with max_staleness, replay_limit or reference=reset: lower it"
+            f"train.prompts_per_step={wanted} is more than the {prompts} training prompts, and with "
+            "max_staleness, replay_limit or reference=reset a step takes at most one group of each: lower it"
         )
     if config.queue:
         _refuse_a_small_queue(config, prompts)
@@ -207,10 +206,10 @@ def _refuse_a_small_queue(config: Config, prompts: int) -> None:
         raise ConfigError(
             f"buffer.capacity={buffer.capacity} would drop groups unused: a queue with "
             f"exchange.max_staleness={config.exchange.max_staleness} and train.prompts_per_step="
-            f"{config.train.prompts_per_step} may hold {config.groups_ahead} groups; raise the first to "
-            f"at least {needed} completions, or lower another"
+            f"{config.train.prompts_per_step} may hold {config.groups_ahead} groups; raise the capacity to "
+            f"at least {needed} completions, or lower max_staleness or prompts_per_step"
         )
-    groups = (config.groups_ahead - 2) // prompts + 2  # the last of an epoch may be the first of the next
+    groups = (config.groups_ahead - 2) // prompts + 2  # epochs may end and begin with one prompt
     if buffer.capacity_per_prompt < (needed := groups * size):
         raise ConfigError(
             f"buffer.capacity_per_prompt={buffer.capacity_per_prompt} would drop groups unused: a queue of "

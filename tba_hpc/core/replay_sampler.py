@@ -124,7 +124,7 @@ class Sampler:
         return (1 - mix) * odds / odds.sum() + mix * uniform
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return which prompts both draws still have to take, as arrays for ``restore``."""
+        """Return the prompts of both draws, waiting and drawn, as arrays for ``restore``."""
         return {**self._everyone.arrays("everyone"), **self._recent.arrays("recent")}
 
     def restore(self, arrays: dict[str, np.ndarray], sync: int) -> None:
@@ -163,8 +163,8 @@ class _Draw:
         """Draw a random prompt that is ``useful`` and not ``taken``; return its id, or None if there is none.
 
         Prompts that this pass has not yet drawn come first; if none of them will do, the next pass begins.
-        Taken prompts that are met keep their place, so that they can be drawn later. Prompts that are met and
-        not useful are dropped until ``add`` adds them again.
+        Taken prompts can still be drawn by a later call. A prompt found to be useless is dropped until
+        ``add`` adds it again.
         """
         prompt = self._pick(self._waiting, rng, taken, useful)
         if prompt is None and (prompt := self._pick(self._drawn, rng, taken, useful)) is not None:

@@ -10,8 +10,7 @@ from tba_hpc.config import ConfigError
 log = logging.getLogger(__name__)
 
 MOST_IN_A_ROW = 10
-"""Number of skipped steps in a row that ends a run. One bad group causes one such step, a broken policy
-all."""
+"""Number of skipped steps in a row that ends a run. A bad group spoils one step, a broken policy all."""
 
 
 class SkippedSteps:
@@ -39,6 +38,6 @@ class SkippedSteps:
         if self._in_a_row == MOST_IN_A_ROW:
             raise ConfigError(
                 f"{MOST_IN_A_ROW} optimizer steps in a row were skipped, the last because {cause} was not "
-                "finite: look at the rewards of such groups, or start another run (run.name) with a lower "
+                "finite: check the rewards, or start another run (run.name) with a lower "
                 "train.learning_rate.peak or a bound on exchange.max_staleness"
             )

@@ -25,7 +25,7 @@ from tba_hpc.core.types import Completion, Prompt, Split
 log = logging.getLogger(__name__)
 
 TOLD_EVERY = 100
-"""Number of failures for one reason of which one is logged, after the first."""
+"""Interval, in failures for the same reason, at which one is logged after the first."""
 
 MOST_REASONS = 100
 """Number of reasons that are told apart; any others are counted as one."""
@@ -110,8 +110,8 @@ def checked_parts(task: Task, total: int) -> dict[str, list[float]]:
 def checked_grades(task: Task, total: int) -> Sequence[float | None]:
     """Return ``task.grades()``, or ``total`` times None if the task gives no grades.
 
-    total: number of completions in the last call of ``correct``. Raises ConfigError unless there are as many
-    numbers.
+    total: number of completions in the last call of ``correct``. Raises ConfigError if there are grades, but
+    not ``total`` numbers.
     """
     grades: object = task.grades()
     if isinstance(grades, tuple) and not grades:
@@ -140,12 +140,12 @@ def _fault(prompt: object, place: int) -> str | None:
             if isinstance(tokens, np.ndarray)
             else type(tokens).__name__
         )
-        return f"has tokens of type {kind}, but they are int32 [T]: give np.array(tokens, np.int32)"
+        return f"has tokens of type {kind}, but they must be int32 [T]: give np.array(tokens, np.int32)"
     if not len(tokens):
-        return "has no tokens, but a model continues at least one: leave the prompt out"
+        return "has no tokens, but a model needs one to continue: leave the prompt out"
     if not isinstance(prompt.target, str):
         return (
-            f"has the target {prompt.target!r}, but a target is text: give a str, empty where there is none"
+            f"has the target {prompt.target!r}, but a target is text: give a str, empty if there is no target"
         )
     return None
 
@@ -169,9 +169,9 @@ def _numbers(values: object, total: int) -> list[float] | None:
 class Failures:
     """Counter of failures in a task's code, which logs some and raises ConfigError at ``limit`` in a row.
 
-    task: name of the task's class. things: plural noun for what is counted, for the error. then: clause about
-    what happens after a failure, for the log. limit: by default there is none. in_a_row: the caller sets it
-    to 0 after a success.
+    task: name of the task's class. things: plural noun for what fails, for the error. then: clause that says
+    what happens after a failure, for the log. in_a_row: number of failures since the last success, after
+    which the caller sets it to 0.
     """
 
     task: str

@@ -31,7 +31,7 @@ FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 The field ``truncated`` of RECORD is an index into this tuple."""
 
 BEHAVIOUR = -1
-"""Value of a reference's step if the sampling policy is the reference: ``ref_logprobs`` are ``logprobs``."""
+"""Step of a reference that is the sampling policy itself: ``ref_logprobs`` then equal ``logprobs``."""
 
 BEGIN = np.float32(np.inf)
 """Marker in ``logprobs``: a further sequence begins at this token, which the policy did not sample.
@@ -55,7 +55,7 @@ RECORD = np.dtype(
 )
 """Fields that a searcher records for each trajectory; ``Trajectories.of_groups`` fills them in.
 
-They all reach the trainer's batches; ``objectives.Groups.of`` passes some of them on to the objective."""
+All of them reach the trainer's batches; ``objectives.RecordedGroups.of`` passes some on to the objective."""
 
 LIVE_RECORD = np.dtype(
     [
@@ -66,8 +66,7 @@ LIVE_RECORD = np.dtype(
         ("value", "<f4"),  # V̂ of its request (buffer.soft_values); 0 if values are not computed
     ]
 )
-"""Fields of a trajectory in the buffer, its checkpoints and batches: RECORD, and those added when it is
-merged."""
+"""Fields of a trajectory in the buffer, in checkpoints and in batches: RECORD, and what a merge adds."""
 
 TOP_LOGPROBS = np.dtype([("token", "<i4"), ("logprob", "<f2")])
 """One of the likeliest tokens at a position. Rounding to float16 changes its probability by at most 2e-4."""
@@ -95,8 +94,8 @@ def make_uid(searcher: int, shard: int, row: int) -> int:
 class Resource:
     """A model, data set or file that a config names.
 
-    key: config key that names it. name: its name on the hub, or its path. subset: which configuration of a
-    data set that has several.
+    key: config key that names it. name: its name on the hub, or its path. subset: configuration of a data
+    set that has several.
     """
 
     kind: ResourceKind
@@ -158,7 +157,7 @@ def offsets_of(lengths: Iterable[int] | np.ndarray) -> np.ndarray:
 def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Concatenate one or more contiguous arrays of one dtype, with the same result as np.concatenate.
 
-    A call of np.concatenate joins a thousand arrays, because one for 100,000 would block other threads.
+    np.concatenate gets at most 1024 arrays at a time, because a call with 100,000 would block other threads.
     Structured arrays are joined as bytes, because numpy would copy them field by field, ten times slower.
     """
     dtype = arrays[0].dtype
@@ -174,9 +173,9 @@ def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def spans(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of all tokens of the given rows, int64 [T], and the offsets to pack them with.
+    """Return the indices of all tokens of the given rows, int64 [T], and the offsets of the packed rows.
 
-    offsets: those of all rows, int64. rows: N indices of rows. The offsets returned are int64 [N + 1].
+    offsets: offsets of all rows, int64. rows: indices of N rows. The offsets returned are int64 [N + 1].
     """
     start_N = offsets[rows]
     length_N = offsets[rows + 1] - start_N
@@ -206,7 +205,7 @@ class Completion:
 
     In a conversation: reward is the environment's, NaN if the environment failed, None if the task rewards
     the completion. fault says why the environment failed. calls and failed_calls are numbers of tool calls.
-    last_turn holds the tokens of the last sampled turn, int32; None: ``tokens``.
+    last_turn holds the tokens of the last sampled turn, int32; None: they are ``tokens``.
     """
 
     tokens: np.ndarray
@@ -404,7 +403,7 @@ class Trajectories:
     def concat(parts: Sequence[Columns]) -> Trajectories:
         """Join one or more Trajectories, given as columns, in order.
 
-        Prompts in an array that several of them share appear once in the result.
+        If several parts share one array of prompts, the result holds it once.
         """
         records, prompts, prompt_offsets, completions, offsets, *per_token = zip(*parts, strict=True)
         distinct = {id(one): Ragged(one, o) for one, o in zip(prompts, prompt_offsets, strict=True)}
@@ -564,11 +563,11 @@ def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndar
 
     record_N: RECORD [N]. length_N: int64, number of sampled tokens of each completion.
 
-    A record holds the versions of a completion's first and last token. Those of the tokens between them are
-    interpolated linearly. That is exact if the weights did not change, or changed at even intervals. In a
-    trajectory with further sequences, tokens may be stored in another order than they were sampled. An age
-    may then be wrong by up to the difference of the two versions. An age is negative if a resume has undone
-    the steps that made the weights.
+    A record holds the versions of a completion's first and last token. Between these two tokens versions are
+    interpolated linearly, which is exact if the weights did not change, or changed at even intervals. In a
+    trajectory with further sequences, tokens may not be stored in the order in which they were sampled; an
+    age may then be wrong by up to the difference of the two versions. An age is negative if a resume has
+    undone the steps that made the weights.
     """
     oldest_N, newest_N = step - record_N["version_oldest"], step - record_N["version_newest"]
     place_T = np.arange(length_N.sum()) - np.repeat(offsets_of(length_N)[:-1], length_N)
@@ -595,10 +594,7 @@ class Shard:
 
     @property
     def request_ids(self) -> np.ndarray:
-        """Ids of the requests that the shard completes, int64.
-
-        First those of its trajectories, in the order of these, then those in ``set_aside``.
-        """
+        """Ids of the requests that the shard completes, int64: of its trajectories, then ``set_aside``."""
         return np.append(self.trajectories.request_ids, np.array(self.set_aside, np.int64))
 
 
@@ -629,7 +625,7 @@ class LoraWeights:
 class WeightLayout:
     """Layout of a policy's tensors in one buffer: names, as in Hugging Face's model, dtypes and byte ranges.
 
-    lora: set if the tensors are only those of an adapter; None if they are all of the policy's.
+    lora: the adapter, if only its tensors are in the buffer; None if all of the policy's are.
     """
 
     slots: tuple[WeightSlot, ...]
@@ -672,13 +668,13 @@ class WeightLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """Message of the trainer to all searchers, which goes with published weights.
+    """Message from the trainer to all searchers that accompanies published weights.
 
     version: number of optimizer steps that made the weights. published: time of publication, unix seconds.
     evaluate: split to evaluate with exactly these weights; None: no evaluation. reference: step of the policy
     that is the reference from now on, or BEHAVIOUR. budget_end: id of the first request that searchers may
-    not issue yet; None: no limit. lease_ends: the same for each elastic searcher, by searcher and lease.
-    final: True for the last weights of the run.
+    not issue yet; None: no limit. lease_ends: budget_end of each elastic searcher, by its number and that of
+    its lease. final: True for the last weights of the run.
     """
 
     version: int
@@ -690,7 +686,7 @@ class Publication:
     final: bool = False
 
     def for_lease(self, searcher: int, lease: int) -> Publication:
-        """Return the publication for an elastic searcher, with its own budget_end, or 0 if it has none."""
+        """Return the publication with an elastic searcher's budget_end: 0 if ``lease_ends`` lacks it."""
         end = None if self.budget_end is None else self.lease_ends.get(searcher, {}).get(lease, 0)
         return replace(self, budget_end=end)
 

@@ -31,6 +31,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -128,9 +129,12 @@ class Contract:
             raise ConfigError(f"{self._key}: reset() takes {lacking[0]!r}, which {line} lacks: add the field")
 
     def fields(self, row: Mapping[str, object], seed: int) -> dict[str, object]:
-        """Return the arguments of ``reset``: fields of the row, and ``seed`` unless the row has one."""
+        """Return the arguments of ``reset``: fields of the row, and ``seed`` unless the row has one.
+
+        The fields are copies, because other episodes get the same row.
+        """
         given = {"seed": seed} if "seed" in self._named else {}
-        return given | {name: row[name] for name in row if self._takes_all or name in self._named}
+        return given | {name: deepcopy(row[name]) for name in row if self._takes_all or name in self._named}
 
 
 def _parameters(tool: TypeAdapter[Any], method: Callable[..., Any]) -> dict[str, Any]:

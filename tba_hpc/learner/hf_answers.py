@@ -67,7 +67,7 @@ class HfAnswers:
     def _ends(self) -> set[int]:
         """Ids of the end-of-sequence tokens: the tokenizer's, and those of the model's settings."""
         own = self._model.generation_config.eos_token_id
-        return {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own] if own else [])}
+        return {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
 
     def _completion(self, row: np.ndarray, sampling: Sampling) -> Completion:
         """Make a completion of a generated row, int [L], without the padding at its end."""

@@ -1,4 +1,4 @@
-"""Losses over whole groups, as pure functions of torch tensors. ``make_objective`` builds a config's loss.
+"""Losses of groups of completions, as pure functions of torch tensors; ``make_objective`` builds one.
 
 Nothing here knows about models, ranks or optimizers.
 """
@@ -31,16 +31,15 @@ OBJECTIVES: dict[str, Callable[..., ObjectiveOutput]] = {
     "gspo": gspo,
     "topr": topr,
 }
-"""Function that computes each objective, by ``train.objective.name``. The other keys of that section are its
-keyword arguments."""
+"""Objectives by ``train.objective.name``. The section's other keys are a function's keyword arguments."""
 
 
 def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
     """Build the loss that ``train`` describes: objective, normaliser, ratio bound and score centering.
 
-    Its metrics include the ``moments`` of the groups, from which ``figures`` computes what is logged.
-    max_tokens: largest number of tokens of a completion. Raises ConfigError if a user's own objective cannot
-    be imported or called.
+    The loss returns ``moments`` among its metrics; ``figures`` computes from these what is logged.
+    max_tokens: token limit of a completion. Raises ConfigError if a user's own objective cannot be imported
+    or called.
     """
     objective = _find(train.objective)
 

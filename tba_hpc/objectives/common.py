@@ -17,8 +17,8 @@ from tba_hpc.core.types import TrajectoryBatch
 MAX_LOG_RATIO = 20.0
 """Upper limit on log-ratios, in nats. A ratio of probabilities above e^20 becomes e^20, without gradient.
 
-The gradients of a million tokens with this ratio and an advantage of 1000 then add up to a squared norm of at
-most 2e35, which float32 can hold.
+Even if a million tokens have this ratio and an advantage of 1000, the squared norm of their summed gradients
+is about 2e35, which float32 can hold.
 """
 
 
@@ -70,22 +70,20 @@ class RecordedGroups:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """B groups, each of K completions of one prompt, in rectangles padded to the longest, of L tokens.
+    """B whole groups, each of K completions of one prompt, padded to L, the length of the longest completion.
 
-    Groups must be whole, because objectives compute baselines from the completions given here.
-
-    policy_BKL: float, log π_θ of each token, with gradient. behaviour_BKL: float, the log-probability under
-    the weights that sampled the token. reference_BKL: float, the log-probability under the reference. All
-    three are taken at the temperature model.logprob_temperature, and only the first has a gradient. mask_BKL:
-    bool, True for each token that the policy sampled, EOS included. It is False at padding, and at tokens
-    that an environment wrote, whose probability does not depend on the policy; there the three are 0.
+    policy_BKL: float, log π_θ of each token, with gradient. behaviour_BKL: float, its log-probability under
+    the weights that sampled it. reference_BKL: float, its log-probability under the reference. All three are
+    at the temperature model.logprob_temperature. mask_BKL: bool, True for each token that the policy sampled,
+    EOS included. It is False at padding, and at tokens that an environment wrote, whose probability does not
+    depend on the policy. Where it is False, the three log-probabilities are 0.
 
     reward_BK: float. value_BK: float, V̂ of each completion's request (see ``oapl``). batch_tokens: mean
-    number of sampled tokens per completion in the whole batch, of which these groups are a part; None: they
-    are the whole batch. on_policy_BK: bool, True if the current weights θ sampled the completion; None:
-    unknown. age_BKL: int32, number of optimizer steps from the weights that sampled a token to θ; None:
-    unknown. top_policy_BKLC, top_behaviour_BKLC: float, log-probabilities of the C tokens that were likeliest
-    when a position was sampled, under θ and under the sampling weights; None: not recorded.
+    number of sampled tokens per completion in the whole batch; None: these groups are the whole batch.
+    on_policy_BK: bool, True if the current weights θ sampled the completion; None: unknown. age_BKL: int32,
+    number of optimizer steps from the weights that sampled a token to θ; None: unknown. top_policy_BKLC,
+    top_behaviour_BKLC: float, log-probabilities of the C tokens that were likeliest when a position was
+    sampled, under θ and under the sampling weights; None: not recorded.
     """
 
     policy_BKL: Tensor
@@ -192,7 +190,7 @@ class ObjectiveOutput:
 
 
 Objective = Callable[[Groups, float], ObjectiveOutput]
-"""Function from groups and the KL coefficient β, which is above 0, to their loss."""
+"""Function from groups and the KL coefficient β > 0 to the losses of their completions."""
 
 
 def normaliser(groups: Groups, name: LossNormaliser, max_tokens: int) -> Tensor | float:
@@ -249,18 +247,19 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[
 def second_moment_mask(log_ratio_BKL: Tensor, advantage_BK1: Tensor, limit: float) -> Tensor:
     """Return which tokens M2PO's mask keeps, bool [B, K, L] (arXiv 2510.01161, algorithm 1).
 
-    log_ratio_BKL: log ρ of each token, where ρ = π_θ/π_behaviour. advantage_BK1: its advantage A.
+    log_ratio_BKL: log ρ of each token, where ρ = π_θ/π_behaviour. advantage_BK1: advantage A of each
+    completion.
 
-    Like PPO's clip, the mask drops only moved tokens, whose ratio has already moved in the direction of the
-    advantage: A > 0 and ρ > 1, or A < 0 and ρ < 1. In each group, the moved tokens with the largest (log ρ)²
-    are dropped until the mean (log ρ)² of the moved tokens that remain is at most ``limit``, nats².
+    Like PPO's clip, the mask drops tokens only if their ratio has already moved in the direction of the
+    advantage: A > 0 and ρ > 1, or A < 0 and ρ < 1. Among these tokens of a group, those with the largest
+    (log ρ)² are dropped until the mean (log ρ)² of the others is at most ``limit``, nats².
     """
     log_ratio_BKL = log_ratio_BKL.detach()
     beyond_BT = (log_ratio_BKL * advantage_BK1 > 0).flatten(1)
-    square_BT = log_ratio_BKL.flatten(1).square().where(beyond_BT, math.inf)  # kept anyway: sorted last
+    square_BT = log_ratio_BKL.flatten(1).square().where(beyond_BT, math.inf)  # ∞: kept, and sorted last
     rising_BT, order_BT = square_BT.sort(dim=1)
     count_T = torch.arange(1, square_BT.shape[1] + 1, device=square_BT.device)
-    within_BT = rising_BT.cumsum(1) / count_T <= limit  # the means rise, so these come first
+    within_BT = rising_BT.cumsum(1) / count_T <= limit  # the running means rise: True, then False
     stays_BT = torch.empty_like(beyond_BT).scatter(1, order_BT, within_BT)
     return (stays_BT | ~beyond_BT).view(log_ratio_BKL.shape)
 
@@ -268,7 +267,7 @@ def second_moment_mask(log_ratio_BKL: Tensor, advantage_BK1: Tensor, limit: floa
 def token_share(acts_BKL: Tensor, groups: Groups) -> Tensor:
     """Return the share of sampled tokens at which ``acts_BKL`` (bool) is True, as a scalar.
 
-    The mean number of such tokens per completion is divided by the mean number of tokens per completion in
-    the whole batch. The mean of this over micro-batches is therefore the share in the batch.
+    The result for a micro-batch is relative to ``groups.mean_tokens`` of the whole batch. Its mean over
+    micro-batches is therefore the share in the batch.
     """
     return (acts_BKL & groups.mask_BKL).sum(2).double().mean() / groups.mean_tokens

@@ -20,11 +20,11 @@ MOMENTS = ("weight", "squared_weight", "better", "better_log_weight", "on_policy
 
 
 def moments(groups: Groups) -> dict[str, Tensor]:
-    """Compute means over completions, from which ``figures`` are made, as detached float64 scalars.
+    """Compute the means over completions that ``figures`` needs, as detached float64 scalars.
 
     w is a completion's ratio π_θ/π_behaviour. log_weight, weight, squared_weight: means of log w, w and w².
     better: share of completions whose reward is above the mean of their group.
-    better_log_weight: mean of log w, with 0 in place of log w for completions that are not better.
+    better_log_weight: mean of log w, with 0 in place of log w for all other completions.
     on_policy_tokens: mean number of sampled tokens, with 0 for completions that θ itself did not sample.
     gap: mean of Σ_t |log π_behaviour − log π_θ|, with 0 for completions that θ itself did not sample.
     """
@@ -45,7 +45,7 @@ def moments(groups: Groups) -> dict[str, Tensor]:
 
 
 def figures(means: Mapping[str, float]) -> dict[str, float]:
-    """Replace the ``moments`` among the ``means`` of a whole batch by the figures that are logged.
+    """Return the metrics to log. means: metrics of a whole batch, the ``moments`` included.
 
     log_weight: mean of log π_θ/π_behaviour, nats per completion; it stays as it is.
     better_log_weight: the same mean over completions with a reward above the mean of their group. If it is

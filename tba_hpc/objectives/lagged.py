@@ -11,13 +11,13 @@ from tba_hpc.objectives.common import Groups
 LEAST_AGE = 4
 """Lower limit on the age Δ in ``with_lagged_reference``, in optimizer steps.
 
-The author of TBA proposes such a limit, because the approximation's relative error was 5.9 on data of at most
-two steps (bbartoldson/tba-prime, results_fp4.tex).
+The author of TBA proposes such a limit, because on data at most two steps old the approximation's relative
+error was 5.9 (bbartoldson/tba-prime, results_fp4.tex).
 """
 
 
 def with_lagged_reference(groups: Groups, decay: float) -> Groups:
-    """Set the groups' reference to a moving average of the policy, approximated to first order.
+    """Return the groups with a moving average of the policy, to first order, as their reference.
 
     If a policy moves evenly, its moving average with this decay lags decay/(1 − decay) steps behind. Let π_μ
     be the policy that sampled a token, Δ steps ago. Since then the token's log-probability has moved by (log

@@ -56,8 +56,8 @@ def _require_loss(key: str, loss_BK: object, groups: Groups) -> None:
     shape = list(loss_BK.shape) if isinstance(loss_BK, Tensor) else type(loss_BK).__name__
     if shape != wanted:
         raise ConfigError(
-            f"{key} gave {shape} for {wanted} completions: let it return a tensor with a loss for each"
+            f"{key} returned {shape}: let it return a tensor of shape {wanted}, with a loss per completion"
         )
     assert isinstance(loss_BK, Tensor)
     if not loss_BK.requires_grad:
-        raise ConfigError(f"{key} gave a loss without gradient: let it follow from groups.policy_BKL")
+        raise ConfigError(f"{key} returned a loss without gradient: let it depend on groups.policy_BKL")

@@ -1,4 +1,4 @@
-"""Policy-gradient objectives to compare with: RLOO, GRPO, Dr. GRPO, decoupled PPO, GSPO and TOPR.
+"""Policy-gradient objectives for comparison: RLOO, GRPO, Dr. GRPO, decoupled PPO, GSPO and TOPR.
 
 They are correct on data that are on-policy or nearly so.
 
@@ -160,10 +160,10 @@ def _standardised(reward_BK: Tensor) -> Tensor:
 def _surrogate(
     groups: Groups, advantage_BK: Tensor, clip: float, limit: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the surrogate ρ·A of each token, [B, K, L], and the share of tokens that a limit changes.
+    """Return the surrogate ρ·A of each token, [B, K, L], and the share of tokens clipped or masked.
 
     The surrogate is to be maximised. If ``limit`` is None it is clipped at 1 ± ``clip``, otherwise masked by
-    ``second_moment_mask``.
+    ``second_moment_mask`` with this limit.
     """
     advantage_BK1, ratio_BKL = advantage_BK[:, :, None], groups.token_ratio_BKL
     if limit is None:

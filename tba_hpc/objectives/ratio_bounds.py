@@ -26,18 +26,19 @@ from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, token_
 from tba_hpc.objectives.score_centering import mean_score
 
 OF_TOKENS = (Unbounded, RatioCap, IcePop, Dppo)
-"""Bounds whose weight depends on one token alone; that of the others depends on the whole completion."""
+"""Bounds whose weight of a token depends on that token alone. Others depend on the whole completion."""
 
 
 def bounded(objective: Objective, bound: RatioBound, *, centred: bool = False) -> Objective:
     """Return ``objective`` with its gradient weighted by ``bound`` and its value unchanged.
 
-    centred: also apply score centering (``score_centering``). It subtracts from each weighted score ∇log π_t
-    its mean over the candidates, which are the tokens that the sampling policy could have chosen there. In
-    this mean, a bound of OF_TOKENS weights every candidate by its own ratio, so that the expected gradient is
-    0 if all have the same slope. The other bounds depend on later tokens, which a candidate does not have. A
-    taper therefore weights all candidates like the sampled token. A binary_kl weights each by its own ratio,
-    and masks all or none.
+    centred: also subtract from each token's weighted score w·∇log π its mean under the sampling policy (see
+    ``score_centering``). The mean is over candidates: all tokens that could have been sampled at the
+    position. A bound of OF_TOKENS gives each candidate the weight for that candidate's own ratio. If all
+    candidates have the same slope, the expected gradient is then 0.
+
+    Other bounds depend on the rest of the completion, which only the sampled token has. RatioTaper gives all
+    candidates the sampled token's weight. BinaryKl weights each by its own ratio, or masks all of them.
 
     Metrics: those of the objective, and clip_share, the share of tokens or completions on which the bound
     acts.
@@ -64,7 +65,7 @@ def bounded(objective: Objective, bound: RatioBound, *, centred: bool = False) -
 def _candidate_weights(
     bound: RatioBound, slope_BKL: Tensor, weight_BKL: Tensor, acts_BKL: Tensor, candidates: Groups
 ) -> Tensor:
-    """Return the weights of the candidates at each position, as ``mean_score`` needs them.
+    """Return the weights of the candidates at each position, in the shape that ``mean_score`` needs.
 
     slope_BKL, weight_BKL, acts_BKL: slope, weight and mask of the sampled tokens. Each candidate is given the
     slope of the token that was sampled at its position.

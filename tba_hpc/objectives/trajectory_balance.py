@@ -21,9 +21,9 @@ def trajectory_balance(groups: Groups, beta: float, *, log_z: LogZ = "behaviour"
     x_i is the prompt of group i, and y_ij is its completion j, with reward r_ij.
 
     log_z: the policy π_μ in log Ẑ. "behaviour": the policy that sampled each completion. "policy": the
-    current θ, without gradient, as in equation 7. "none": log Ẑ = r̄/β, without KL. The first two agree on
-    fresh data. But with "policy" the residuals of a group always sum to 0. Nothing then prevents log π_θ of
-    all its completions from moving together, and on old data they can all fall.
+    current θ, without gradient, as in equation 7. "none": log Ẑ = r̄/β, without KL. On fresh data
+    "behaviour" and "policy" agree. But with "policy" a group's residuals always sum to 0. Nothing then keeps
+    log π_θ of all its completions from moving together, and on old data they can all fall.
 
     The paper's loss has no factor β/2. The factor makes the gradient −A·∇log π_θ, where A = −β·residual, so
     that gradient clipping means the same at every β of a schedule. With "policy" the loss is 0 on a set of
@@ -72,4 +72,5 @@ def _kl(groups: Groups, log_z: LogZ) -> Tensor:
 
 
 def _clamped(log_ratio_BKL: Tensor) -> Tensor:
+    """Return the sum over tokens, [B, K], of log-ratios clamped to ±LOG_RATIO_LIMIT."""
     return log_ratio_BKL.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).sum(2)

@@ -206,7 +206,7 @@ def _file_rows(path: Path, key: str) -> Iterable[tuple[int, bytes]]:
 def _object(line: bytes) -> Mapping[str, object]:
     """Parse the JSON object of a line. Raises Unusable if there is none, or if some rank could fail on it."""
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = _DECODER.decode(line.decode("utf-8-sig"))
         if b"\\u" in line:  # may be half of a surrogate pair, which tokenizers refuse
             json.dumps(row, ensure_ascii=False).encode()
         deep = len(line) > 2 * MOST_LEVELS and _is_deep(row, MOST_LEVELS)
@@ -216,6 +216,8 @@ def _object(line: bytes) -> Mapping[str, object]:
         raise Unusable("it holds half of a surrogate pair, which is no character") from None
     except json.JSONDecodeError as error:
         raise Unusable(f"no JSON: {error.msg} at column {error.colno}") from None
+    except Unusable:
+        raise
     except ValueError:
         raise Unusable(f"it holds a number with over {sys.get_int_max_str_digits()} digits") from None
     except RecursionError:
@@ -225,6 +227,24 @@ def _object(line: bytes) -> Mapping[str, object]:
     if not isinstance(row, dict):
         raise Unusable("it holds no JSON object")
     return row
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return a JSON object by its pairs. Raises Unusable if it has a key twice."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+        raise Unusable(f"it has the key {twice!r} twice in one object")
+    return made
+
+
+def _constant(name: str) -> float | None:
+    """Return null for NaN, which pandas writes for a missing value; Infinity stays."""
+    return None if name == "NaN" else float(name)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_constant)
+"""Decoder of a row. Python's own takes the last of several values of a key, and returns NaN."""
 
 
 def _is_deep(value: object, levels: int) -> bool:

@@ -1,4 +1,4 @@
-"""Turns the fields of a row into text: in templates, and as the messages of a conversation."""
+"""Turns fields of a row into text, in templates and in messages, and finds the answer in a model's text."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ def filled_in(template: str, fields: Mapping[str, object]) -> str:
     Braces within a field stay as they are.
     """
     return re.sub(r"\{(\w+)\}", lambda m: as_text(fields[m[1]]) if m[1] in fields else m[0], template)
+
+
+def answer_in(text: str) -> str:
+    """Return what follows the last ``</think>`` in a text: the answer of a model that thinks first."""
+    return text.rpartition("</think>")[2]
 
 
 def require_text(row: Mapping[str, object], name: str) -> None:

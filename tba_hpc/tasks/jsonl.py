@@ -9,6 +9,7 @@ A prompt may also be a list of messages, each with a role and a content, for the
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -27,8 +28,13 @@ from tba_hpc.tasks.program import Program
 from tba_hpc.tasks.rewards import Fields, Function, make_rewards
 from tba_hpc.tasks.rows import Rows
 
+log = logging.getLogger(__name__)
+
 PROMPT = "{prompt}"
 """Default template: the row's prompt, unchanged."""
+
+INSTRUCTING = ("system", "developer", "user")
+"""Roles of the messages whose text every chat template must show. It may drop an assistant's thoughts."""
 
 
 class Jsonl(Rows[Fields]):
@@ -109,7 +115,27 @@ class Jsonl(Rows[Fields]):
         found = self._table.rows(split)
         for number, row in enumerate(found, start=1):
             self.require(row, f"row {number} of the {split} rows")
-        return [(self.shown(row), as_text(row.get(self._target)), row) for row in found]
+        texts = [self.shown(row) for row in found]
+        self._tell_left_out(split, found, texts)
+        return [(text, as_text(row.get(self._target)), row) for row, text in zip(found, texts, strict=True)]
+
+    def _tell_left_out(self, split: Split, rows: Sequence[Fields], texts: Sequence[str]) -> None:
+        """Log a warning if the chat template leaves out messages, as some do if they do not know a role.
+
+        texts: the rendered prompts of the ``rows``.
+        """
+        lost = [
+            message
+            for row, text in zip(rows, texts, strict=True)
+            for message in self.given_messages(row) or ()
+            if message["role"] in INSTRUCTING and message["content"].strip() not in text
+        ]
+        if lost:
+            log.warning(
+                "the chat template leaves out %d of the messages of %s rows, such as %.60r of the role %r: "
+                "put the text into a user's message, or set another chat_template in tokenizer_config.json",
+                *(len(lost), split, lost[0]["content"], lost[0]["role"]),
+            )
 
     def require(self, row: Fields, line: str) -> None:
         """Raise ConfigError if a row lacks a field that a reward function needs.

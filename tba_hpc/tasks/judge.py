@@ -1,7 +1,7 @@
 """A reward from a judge over HTTP: a chat model, or the user's own server.
 
 Each completion is judged in one POST of JSON. If the config names a model, the POST is a chat with one
-message, and the reward is the last number in the reply (8 for 8/10). Otherwise the POST contains the row's
+message, and the reward is the number in the reply (``rating``). Otherwise the POST contains the row's
 fields and the completion, and the reply is a number, or an object with a number ``reward``. Redirects are not
 followed, because they would send the key to another address. For the same reason a proxy set in
 environment variables is only used for https.
@@ -21,7 +21,7 @@ import httpx
 
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.core import web
-from tba_hpc.tasks.fields import filled_in
+from tba_hpc.tasks.fields import answer_in, filled_in
 
 LONGEST_ANSWER = 1 << 20
 """Largest number of bytes that are read of a reply."""
@@ -54,6 +54,11 @@ SCALE = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 """Pattern of text whose numbers are not ratings: remarks in brackets, and the range of a scale."""
+
+FIELD = re.compile(
+    rf"""["'](?:score|rating|reward)["']\s*:\s*["']?({NUMBER.pattern})""", re.ASCII | re.IGNORECASE
+)
+"""Pattern of a JSON field with a rating."""
 
 
 class Reply(NamedTuple):
@@ -199,12 +204,18 @@ def _rating_of(choice: Mapping[str, Any]) -> float:
     content = choice["message"]["content"] or ""
     if choice.get("finish_reason") == "length":
         return math.nan
-    return rating(content if isinstance(content, str) else "".join(part["text"] for part in content))
+    text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return rating(answer_in(text))
 
 
 def rating(text: str) -> float:
-    """Return the last number in the text of a judge; NaN if there is none. 8/10 and 8 out of 10 are 8."""
+    """Return the last number in the text of a judge; NaN if there is none. 8/10 and 8 out of 10 are 8.
+
+    If the text has exactly one JSON field named score, rating or reward, its number counts instead.
+    """
     text = text.replace("\N{MINUS SIGN}", "-")
+    if len(fields := FIELD.findall(text)) == 1:
+        return float(fields[0].replace(",", ""))
     for said in (SCALE.sub(" ", text), text):
         numbers = NUMBER.findall(BEST.sub(r"\1", said))
         if numbers:

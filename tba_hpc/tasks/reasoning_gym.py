@@ -26,6 +26,7 @@ from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.core.wording import did_you_mean
 from tba_hpc.tasks.data import refuse_files
+from tba_hpc.tasks.fields import answer_in
 from tba_hpc.tasks.rows import Rows
 
 Size = Annotated[int, Field(ge=1)]
@@ -82,7 +83,7 @@ class ReasoningGym(Rows[Item]):
         ``weight``. A generator's share of the problems is proportional to its weight, which is 1 by default.
         A level sets all attributes of difficulty; an attribute with fewer levels uses its highest.
         answer: what is graded. "tags": the last text between <answer> and </answer>. "whole": the whole
-        completion.
+        completion. In both cases thoughts, up to the last </think>, are left out.
         template: text of the prompt, with {question}. chat: apply the model's chat template to it, as a
         user's message.
         partial_credit: reward a partly right answer with the generator's grade. An answer gets none if it
@@ -125,7 +126,7 @@ class ReasoningGym(Rows[Item]):
     def _answer_of(self, completion: Completion) -> str | None:
         if completion.finish_reason != "stop":
             return None
-        text = self.text(completion)
+        text = answer_in(self.text(completion))
         if self._answer == "whole":
             return text.strip()
         tagged = TAGGED.findall(text)

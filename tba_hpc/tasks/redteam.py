@@ -105,8 +105,8 @@ class RedTeam(Task):
         if victim_max_tokens >= victim_context_length:
             raise ConfigError(
                 f"task.options.victim_max_tokens={victim_max_tokens} leaves no room for an attack in "
-                f"task.options.victim_context_length={victim_context_length}: lower the first or raise the "
-                "second"
+                f"task.options.victim_context_length={victim_context_length}: lower "
+                "victim_max_tokens or raise victim_context_length"
             )
         self._tokenizer = tokenizer
         self._decode: Callable[[np.ndarray], str] = tokenizer.decode

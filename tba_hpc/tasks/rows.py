@@ -14,6 +14,7 @@ from tba_hpc.core.ports import Task, Tokenizer, decoder
 from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.core.wording import first_few
 from tba_hpc.tasks.data import MOST_SET_ASIDE
+from tba_hpc.tasks.fields import answer_in
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class RightOrWrong(Rows[None]):
 
     @abstractmethod
     def accepts(self, text: str, target: str) -> bool:
-        """Return whether the text of a whole completion gives the right answer, which is ``target``."""
+        """Return whether a completion's text, without its thoughts, gives the right answer, ``target``."""
 
     def rows(self, split: Split) -> Iterable[tuple[str, str, None]]:
         """Return the questions of a split, with None as their rows."""
@@ -133,6 +134,7 @@ class RightOrWrong(Rows[None]):
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
         """Return whether each completion ended by itself and is accepted."""
         return [
-            completion.finish_reason == "stop" and self.accepts(self.text(completion), prompt.target)
+            completion.finish_reason == "stop"
+            and self.accepts(answer_in(self.text(completion)), prompt.target)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]

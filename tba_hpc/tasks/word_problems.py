@@ -110,6 +110,7 @@ class WordProblems(RightOrWrong):
             wanted=self.ROW,
             held_out=validation_problems,
             key="task.options.validation_problems",
+            identity=lambda problem: " ".join(problem[0].split()),
         )
         self._equivalent = Equivalence()
 

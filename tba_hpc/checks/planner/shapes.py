@@ -22,17 +22,18 @@ KNOWN = Path(__file__).with_name("known_models.yaml")
 
 
 def adapter_weights(shape: Shape, lora: LoraSection, path: str) -> int:
-    """Return the number of weights of a LoRA adapter. Raises ConfigError if a target is no linear layer.
+    """Return the number of weights of a LoRA adapter. Raises ConfigError if there is no layer to adapt.
 
     path: model.path, for the error.
     """
     layers = shape.linear_layers
     wanted = {target.rpartition(".")[2] for target in lora.targets or layers}
-    unknown = sorted(wanted - layers.keys())
-    if unknown or not layers:
+    if not layers:
+        raise ConfigError(f"model.path={path} has no linear layer that LoRA can adapt: leave out model.lora")
+    if unknown := sorted(wanted - layers.keys()):
         raise ConfigError(
-            f"model.lora.{f'targets={unknown[0]}' if unknown else 'rank'} names no linear layer of "
-            f"model.path={path} that LoRA can adapt: it has {', '.join(layers) or 'none'}"
+            f"model.lora.targets={unknown[0]} names no linear layer of model.path={path} that LoRA can "
+            f"adapt: it has {', '.join(layers)}"
         )
     return shape.layers * lora.rank * sum(layers[name] for name in wanted)
 
