@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tba_hpc.environments.endpoint import Endpoint
 
 PROGRAM_CHECK_SECONDS = 0.02
-"""Interval of checks whether a program has ended, s."""
+"""Interval between checks of whether a program has ended, s."""
 
 SPARE_SECONDS = 5.0
 """Grace beyond step_seconds before a thread that waits for a program is abandoned, s."""
@@ -287,7 +287,7 @@ class Agent(Conversational):
         ConfigError if this machine cannot start the program.
         """
         require_program(COMMAND, self.words)
-        from tba_hpc.environments.endpoint import Endpoint  # its library may be missing on a login node
+        from tba_hpc.environments.endpoint import Endpoint  # a login node may lack aiohttp
 
         self.endpoint = Endpoint()
         chat, seconds = self._chat_of(tokenizer), self.seconds + SPARE_SECONDS

@@ -84,7 +84,7 @@ def _call(body: str) -> Call | str:
             return Call(found[1], dict(argument.findall(body)))
     try:
         call = _of_deepseek(body) if DEEPSEEK in body else json.loads(body)
-    except (ValueError, RecursionError) as error:  # also more digits, or deeper nesting, than Python reads
+    except (ValueError, RecursionError) as error:  # no JSON, too many digits, or too deep
         return f"error: the call is not JSON ({error})"
     name = call.get("name") if isinstance(call, dict) else None
     arguments = call.get("arguments", call.get("parameters", {})) if name else None

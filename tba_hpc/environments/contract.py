@@ -75,7 +75,7 @@ class Contract:
         names = [name for name in found if not name.startswith("_") and name not in NO_TOOLS]
         self.tools: dict[str, TypeAdapter[Any]] = {}
         self.schemas: list[dict[str, Any]] = []
-        self.arguments: dict[str, dict[str, Any]] = {}  # of each tool: schemas of its arguments, by name
+        self.arguments: dict[str, dict[str, Any]] = {}  # by tool: schemas of its arguments by name
         for name in names:
             self._require_arguments_by_name(name)
             self._add_tool(name, found[name])
@@ -108,7 +108,7 @@ class Contract:
             )
 
     def _add_tool(self, name: str, method: Callable[..., Any]) -> None:
-        """Add a tool that checks and converts its arguments by the type hints of a method, and calls it."""
+        """Add a tool that converts its arguments by the type hints of ``method``, and calls ``method``."""
         try:
             self.tools[name] = TypeAdapter(cast(Any, method))
             parameters = _parameters(self.tools[name], method)
@@ -214,7 +214,7 @@ class Session:
         return float(_result_of(self._environment.get_reward())) if self.contract.has_reward else self._sum
 
     def _result(self, call: Call | str, end: float) -> Message:
-        """Return a call's result as a message, which is an error if the call fails or comes after ``end``."""
+        """Return the message that answers a call. It is an error if the call fails or comes after ``end``."""
         if isinstance(call, str):
             return {"role": "tool", "name": "error", "content": call}
         if time.monotonic() > end:

@@ -347,8 +347,8 @@ class Job:
 class Workers:
     """Runs up to ``at_once`` jobs concurrently, each in a thread. A job fails after ``seconds``.
 
-    Results are delivered in the thread that calls ``deliver``. A thread cannot be ended: that of a hanging
-    job stays as a daemon, while the next job begins.
+    Results are delivered in the thread that calls ``deliver``. A thread cannot be ended: the thread of a
+    hanging job stays, as a daemon, while the next job begins.
     """
 
     def __init__(self, at_once: int, seconds: float) -> None:

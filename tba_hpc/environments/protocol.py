@@ -72,7 +72,7 @@ class ChatMessage(BaseModel):
 
     @property
     def plain(self) -> Message:
-        """The message as templates take it. The model's text is stripped, as some clients do."""
+        """The message as templates take it. The model's text is stripped, because some clients strip it."""
         own = {"content": self.content.strip()} if self.role == "assistant" else {}
         return self.model_dump(exclude_none=True) | own
 

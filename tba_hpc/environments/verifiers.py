@@ -49,7 +49,7 @@ class Host:
         self.tasks: list[Line] = self.ask(0)["tasks"]
 
     def send(self, id: int, **order: Any) -> None:
-        """Send a rollout an order: the fields of a line for ``verifiers_host``. No field ends the rollout."""
+        """Send a rollout an order: a line for ``verifiers_host``. An empty order ends the rollout."""
         assert self._process.stdin
         with suppress(BrokenPipeError):  # whoever waits for an answer reports it
             self._process.stdin.write(f"{json.dumps({'id': id, **order})}\n".encode())
@@ -150,7 +150,7 @@ def row(host: Host, task: Line) -> Line:
     line = host.ask(id := next(host.ids), task=task)
     host.send(id)
     if "ask" not in line:
-        raise ConfigError(f"task {task['idx']} asks a model for nothing: {line.get('error', 'it ends')}")
+        raise ConfigError(f"task {task['idx']} sends its model no request: {line.get('error', 'it ends')}")
     return {"prompt": line["ask"]["messages"], "tools": line["ask"]["tools"], "task": task}
 
 

@@ -62,7 +62,7 @@ BASED = re.compile(r"\(?([-0-9A-Z]+)\)?\s*(?:_\s*\{?\(?(\d+)\)?\}?|\\?(?:text\{)
 
 
 def equal(given: str, gold: str) -> bool:
-    """Return whether an answer equals the gold answer; both LaTeX or plain, without dollar signs or boxes.
+    """Return whether an answer equals the gold answer. Both are LaTeX or plain text, without $ or boxes.
 
     Raises whatever the parser or sympy raises for a text that it cannot read.
     """
@@ -376,7 +376,7 @@ def _equal_values(a: Any, b: Any) -> bool:
 
 
 def _points(symbols: set[Any]) -> list[dict[Any, Any]]:
-    """Return POINTS assignments of random numbers to the symbols, or one that is empty if there are none.
+    """Return POINTS assignments of random numbers to the symbols; without symbols, one empty assignment.
 
     Expressions that agree at all these points are taken as equal.
     """

@@ -230,7 +230,7 @@ def _object(line: bytes) -> Mapping[str, object]:
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return a JSON object by its pairs. Raises Unusable if it has a key twice."""
+    """Return the JSON object with these keys and values. Raises Unusable if a key occurs twice."""
     made = dict(pairs)
     if len(made) < len(pairs):
         twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
@@ -239,12 +239,12 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _constant(name: str) -> float | None:
-    """Return null for NaN, which pandas writes for a missing value; Infinity stays."""
+    """Return None for NaN, which pandas writes for a missing value. Infinity stays."""
     return None if name == "NaN" else float(name)
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_constant)
-"""Decoder of a row. Python's own takes the last of several values of a key, and returns NaN."""
+"""Decoder of a row. Python's default takes the last of several values of a key, and lets NaN pass."""
 
 
 def _is_deep(value: object, levels: int) -> bool:

@@ -34,7 +34,7 @@ PROMPT = "{prompt}"
 """Default template: the row's prompt, unchanged."""
 
 INSTRUCTING = ("system", "developer", "user")
-"""Roles of the messages whose text every chat template must show. It may drop an assistant's thoughts."""
+"""Roles of messages whose text a chat template must show. An assistant's thoughts may be dropped."""
 
 
 class Jsonl(Rows[Fields]):
@@ -227,7 +227,7 @@ class Jsonl(Rows[Fields]):
         return self._parts if len(self._parts) > 1 else {}
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-        """Return whether the reward of each completion, kept for ``grades``, is at least ``correct_from``."""
+        """Return whether each completion's reward (see ``grades``) is at least ``correct_from``."""
         self._grades = self._judge(prompts, completions)
         return [reward >= self._correct_from for reward in self._grades]
 

@@ -24,7 +24,7 @@ from tba_hpc.core import web
 from tba_hpc.tasks.fields import answer_in, filled_in
 
 LONGEST_ANSWER = 1 << 20
-"""Largest number of bytes that are read of a reply."""
+"""Largest number of bytes that are read from a reply."""
 
 RETRIES = 3
 """Number of retries after a judge was busy, unreachable or silent."""

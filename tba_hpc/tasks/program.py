@@ -89,9 +89,9 @@ Process = subprocess.Popen[Any]
 class Keeper:
     """Helper process that kills this process's programs, and their children, once this process has ended.
 
-    It finds them by the TMPDIR in their environment, and removes their folders. The first program starts it,
-    and also a thread that starts all programs: the kernel kills a program together with the thread that
-    started it, so this thread must live as long as the process.
+    It finds them by the TMPDIR in their environment, and removes their folders. The helper starts with the
+    first program. So does a thread that starts all programs: the kernel kills a program together with the
+    thread that started it, so this thread must live as long as the process.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Program:
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
         """Run the program for each (row, completion), and return the numbers that it writes.
 
-        A program that was killed, also by its time limit, gives ``when_killed``, or NaN if that is not set.
+        A program that was killed, also at its time limit, gives ``when_killed``, or NaN if that is not set.
         Raises ProgramError if a program ends in another way without a number.
         """
         running = [self._pool.submit(self._run, {**row, "completion": text}) for row, text in answers]

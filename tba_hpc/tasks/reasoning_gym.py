@@ -152,12 +152,12 @@ class ReasoningGym(Rows[Item]):
         return [next(streams[chosen]) for chosen in chosen_N]
 
     def _stream(self, name: str, number: int, taken: set[str], size: int) -> Iterator[Item]:
-        """Yield problems of one generator for a split. Raises ConfigError if it has too few.
+        """Yield problems of one generator for a split. Raises ConfigError if the generator makes too few.
 
         number: index of the split. taken: questions of other splits. size: number of problems of the split.
         """
         source = np.random.SeedSequence([self._seed, number, zlib.crc32(name.encode())])
-        # Some generators take seeds of 32 bits, and add the problem's place: half the range is left for that.
+        # Some generators take seeds of 32 bits, and add the problem's index: half the range is left for this.
         seed = int(source.generate_state(1)[0] >> 1)
         config = replace(self._configs[name], seed=seed, size=TRIES * size)
         generator = _library("factory").DATASETS[name][0](config=config)
@@ -213,8 +213,8 @@ def _config(name: str, options: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{key} is not a generator of reasoning-gym: {hint}")
     if name in BY_HASH and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise ConfigError(
-            f"{key} draws other problems in every process: export PYTHONHASHSEED=0 where the run is started, "
-            "or leave it out"
+            f"{key} draws different problems in every process: export PYTHONHASHSEED=0 where the run is "
+            "started, or leave it out"
         )
     made = _at_level(key, name, options["level"]) if "level" in options else factory.DATASETS[name][1]()
     own = {option: value for option, value in options.items() if option not in ("level", "weight")}

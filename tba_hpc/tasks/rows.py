@@ -86,7 +86,7 @@ class Rows(Task, Generic[Row]):
         rule = f"model.context_length less generator.max_tokens leaves {self.room}"
         if len(long) > MOST_SET_ASIDE * total:
             raise ConfigError(
-                f"{found}; {rule}: raise the first, lower the second, or leave out such rows (up to "
+                f"{found}; {rule}: raise context_length, lower max_tokens, or leave out such rows (up to "
                 f"{MOST_SET_ASIDE:.0%} are set aside)"
             )
         log.warning("%s; %s; they are set aside", found, rule)

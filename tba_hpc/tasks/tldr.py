@@ -60,8 +60,8 @@ class TLDR(Rows[None]):
     ) -> None:
         """Make a task from the config's options.
 
-        reward_model: model that judges in training. gold_model: model that judges wins; None: the reward
-        model.
+        reward_model: model that judges in training. gold_model: model that judges in evaluations; None: the
+        reward model.
         eos_penalty: penalty for a completion that does not end by itself. eos_penalty_mode: "replace": its
         reward is −eos_penalty (−1 as published). "add": its reward is the reward model's, minus the penalty.
         batch: texts per forward pass. validation_posts: number of posts of train_file to hold out for
