@@ -244,9 +244,9 @@ def test_messages_that_the_template_leaves_out_are_told(
         ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "message 1 of 'prompt' has no text"),
         (
             [*MESSAGES, {"role": "assistant", "content": "5"}],
-            "the last message of 'prompt' is of 'assistant'",
+            "the last message of 'prompt' has the role 'assistant'",
         ),
-        ([], "the last message of 'prompt' is of None"),
+        ([], "'prompt' is an empty list"),
     ],
 )
 @pytest.mark.parametrize("name", ["jsonl", "environment"])

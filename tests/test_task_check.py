@@ -159,7 +159,7 @@ MISTAKES = {
     "task={name: gsm8k, train_file: nothere}": "cannot read task.train_file=nothere (No such file",
     "task.name=own:Mute": "the task own:Mute has no method correct()",
     "task={name: 'nomodule:Class'}": "task.name=nomodule:Class cannot be imported (No module named",
-    "generator.max_tokens=120": "less generator.max_tokens leaves 8: raise the first, lower",
+    "generator.max_tokens=120": "less generator.max_tokens leaves 8: raise context_length, lower",
 }
 
 

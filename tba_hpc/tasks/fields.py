@@ -59,6 +59,8 @@ def require_messages(messages: Sequence[object], name: str) -> None:
 
     name: the field that holds them, for errors.
     """
+    if not messages:
+        raise Unusable(f"{name!r} is an empty list")
     role: object = None
     for place, message in enumerate(messages, start=1):
         role, content = (
@@ -71,4 +73,6 @@ def require_messages(messages: Sequence[object], name: str) -> None:
         if not isinstance(content, str):
             raise Unusable(f"message {place} of {name!r} has no text as its content")
     if role not in ANSWERED:
-        raise Unusable(f"the last message of {name!r} is of {role!r}, but the model answers a user or a tool")
+        raise Unusable(
+            f"the last message of {name!r} has the role {role!r}, but the model answers a user or a tool"
+        )

@@ -34,7 +34,7 @@ PROMPT = "{prompt}"
 """Default template: the row's prompt, unchanged."""
 
 INSTRUCTING = ("system", "developer", "user")
-"""Roles of the messages whose text every chat template must show. It may drop an assistant's thoughts."""
+"""Roles of messages whose text a chat template must show. An assistant's thoughts may be dropped."""
 
 
 class Jsonl(Rows[Fields]):
@@ -140,7 +140,7 @@ class Jsonl(Rows[Fields]):
     def require(self, row: Fields, line: str) -> None:
         """Raise ConfigError if a row lacks a field that a reward function needs.
 
-        line: name of the row in errors.
+        line: what errors call the row.
         """
         for reward in self._rewards.values():
             if isinstance(reward, Function):
@@ -169,7 +169,7 @@ class Jsonl(Rows[Fields]):
         return given if isinstance(given, list) and self._template == PROMPT else None
 
     def chat_tokenizer(self, tokenizer: Tokenizer) -> ChatTokenizer:
-        """Return ``tokenizer``, which has a chat template. Raises ConfigError if it has none."""
+        """Return ``tokenizer``. Raises ConfigError if it cannot render chats."""
         if not isinstance(tokenizer, ChatTokenizer):
             raise ConfigError(
                 f"the task {type(self).__name__.lower()} needs a chat template, which the tokenizer of "
@@ -227,7 +227,7 @@ class Jsonl(Rows[Fields]):
         return self._parts if len(self._parts) > 1 else {}
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-        """Return whether the reward of each completion, kept for ``grades``, is at least ``correct_from``."""
+        """Return whether each completion's reward (see ``grades``) is at least ``correct_from``."""
         self._grades = self._judge(prompts, completions)
         return [reward >= self._correct_from for reward in self._grades]
 

@@ -3,8 +3,8 @@
 Each completion is judged in one POST of JSON. If the config names a model, the POST is a chat with one
 message, and the reward is the number in the reply (``rating``). Otherwise the POST contains the row's
 fields and the completion, and the reply is a number, or an object with a number ``reward``. Redirects are not
-followed, because they would send the key to another address. For the same reason the environment's proxy is
-only used for https.
+followed, because they would send the key to another address. For the same reason a proxy set in
+environment variables is only used for https.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tba_hpc.core import web
 from tba_hpc.tasks.fields import answer_in, filled_in
 
 LONGEST_ANSWER = 1 << 20
-"""Largest number of bytes that are read of a reply."""
+"""Largest number of bytes that are read from a reply."""
 
 RETRIES = 3
 """Number of retries after a judge was busy, unreachable or silent."""
@@ -93,15 +93,15 @@ class Judge:
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
         """Return the judge's number for each (row, completion); NaN if a chat model writes no number.
 
-        Raises JudgeError if the judge does not reply, or not with a reward.
+        Raises JudgeError if the judge does not reply, or if a reply holds no reward.
         """
         return asyncio.run(self._ask_all(answers))
 
     def try_on(self, row: Mapping[str, object]) -> None:
         """Ask about an empty completion. Raises ConfigError if the judge is unreachable or refuses access.
 
-        A timeout is ignored, because a judge may be slow at first. Other status codes are ignored, because a
-        judge may reject an empty completion.
+        A timeout is ignored, because a judge may be slow at first. A status code outside REFUSALS is ignored,
+        because a judge may reject an empty completion.
         """
         try:
             status = asyncio.run(self._try_on(row)).status

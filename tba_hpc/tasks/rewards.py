@@ -42,7 +42,7 @@ TRIAL_COMPLETIONS = 8
 """Largest number of empty completions in a trial call. Each may cost a request to a judge."""
 
 SEQUENCES = (str, list)
-"""Types of fields that a function can take for a list with an item per completion."""
+"""Types of fields that a function can mistake for a list with an item per completion."""
 
 ONE_ROW = (
     "the argument completions is a list of texts, and any other argument is the row's one value, not a list "
@@ -89,7 +89,7 @@ class CountError(NoNumberError):
 class Function:
     """Reward by a user's function.
 
-    The constructor raises ConfigError if there is no such function, or if its first argument has another name
+    The constructor raises ConfigError if there is no such function, or if its first argument has a name other
     than ``completion`` or ``completions``.
     """
 
@@ -115,7 +115,7 @@ class Function:
     def require(self, fields: Fields, line: str) -> None:
         """Raise ConfigError if a row lacks a field that the function needs.
 
-        line: name of the row in errors.
+        line: what errors call the row.
         """
         for name, needed in self._named.items():
             if needed and name not in fields:
@@ -127,7 +127,7 @@ class Function:
 
         A function of ``completions`` gets more of them than there are characters or items in any field of the
         row, up to TRIAL_COMPLETIONS; if a field is longer, there is a second call, with fields cut short. A
-        function that takes a field for a list with an item per completion therefore fails.
+        function that mistakes a field for a list with an item per completion therefore fails.
 
         seconds: time limit of a call during the run. If it is longer than TRIAL_SECONDS, a call that is not
         finished after TRIAL_SECONDS only causes a warning. Raises ConfigError if the call exceeds

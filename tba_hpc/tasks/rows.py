@@ -37,11 +37,11 @@ class Rows(Task, Generic[Row]):
             raise ConfigError(
                 f"task.options.template={template!r} has no place for the problem: write {{question}} there"
             )
-        self._ask = template
+        self._question_template = template
         self._encode = tokenizer.encode_chat if chat else tokenizer.encode
         self._tokenizer = tokenizer
         self._decode = tokenizer.decode
-        self._said: Callable[[np.ndarray], str] = tokenizer.decode
+        self._decode_completion: Callable[[np.ndarray], str] = tokenizer.decode
         self._special = False
         self._prompts: dict[Split, tuple[Prompt, ...]] = {}
         self._rows: dict[Prompt, Row] = {}  # prompts are compared by identity
@@ -58,8 +58,8 @@ class Rows(Task, Generic[Row]):
     def prompts(self, split: Split) -> tuple[Prompt, ...]:
         """Return all prompts of a split. The first call for a split reads its rows and encodes them.
 
-        Prompts longer than ``room`` are set aside. Raises ConfigError if more than MOST_SET_ASIDE of them
-        are, or if the data cannot be used.
+        Prompts longer than ``room`` are set aside. Raises ConfigError if a share above MOST_SET_ASIDE is, or
+        if the data cannot be used.
         """
         if split not in self._prompts:
             found: list[Prompt] = []
@@ -86,7 +86,7 @@ class Rows(Task, Generic[Row]):
         rule = f"model.context_length less generator.max_tokens leaves {self.room}"
         if len(long) > MOST_SET_ASIDE * total:
             raise ConfigError(
-                f"{found}; {rule}: raise the first, lower the second, or leave out such rows (up to "
+                f"{found}; {rule}: raise context_length, lower max_tokens, or leave out such rows (up to "
                 f"{MOST_SET_ASIDE:.0%} are set aside)"
             )
         log.warning("%s; %s; they are set aside", found, rule)
@@ -97,7 +97,7 @@ class Rows(Task, Generic[Row]):
 
     def filled(self, question: str) -> str:
         """Return the template with the question filled in."""
-        return self._ask.replace("{question}", question)
+        return self._question_template.replace("{question}", question)
 
     def row(self, prompt: Prompt) -> Row:
         """Return the row of a prompt that ``prompts`` returned."""
@@ -105,11 +105,11 @@ class Rows(Task, Generic[Row]):
 
     def show_special_tokens(self) -> None:
         """Decode completions with their special tokens from now on."""
-        self._said, self._special = decoder(self._tokenizer, special=True), True
+        self._decode_completion, self._special = decoder(self._tokenizer, special=True), True
 
     def text(self, completion: Completion) -> str:
         """Return the text of a completion."""
-        return self._said(completion.tokens)
+        return self._decode_completion(completion.tokens)
 
 
 class RightOrWrong(Rows[None]):
