@@ -227,7 +227,7 @@ def submit(
     job = submissions.Submission(
         config=elastic or configs[0],
         site=site or submissions.default("sites", "generic"),
-        nodes=submissions.nodes_of_this_job(ready=print_only) if nodes is None else nodes,
+        nodes=submissions.nodes_of_this_job(print_only=print_only) if nodes is None else nodes,
         trainer_nodes=trainer_nodes,
         time=time,
         homogeneous=homogeneous,
@@ -284,10 +284,10 @@ def fetch(
 ) -> None:
     """Download a config's models and data into the Hugging Face cache, or that of the site's HF_HOME."""
     from tba_hpc.commands import fetch as hub
-    from tba_hpc.commands.submission import as_it_lies
+    from tba_hpc.commands.submission import file_and_overrides
     from tba_hpc.launch.plan import load_site
 
-    hub.fetch(load_config(*as_it_lies(config, overrides or [])), load_site(site) if site else None)
+    hub.fetch(load_config(*file_and_overrides(config, overrides or [])), load_site(site) if site else None)
 
 
 @app.command(rich_help_panel=TRAINING)
@@ -683,9 +683,9 @@ def _resolve(path: Path, overrides: list[str]) -> Config:
     """
     from tba_hpc.checks.facts import Facts, refuse
     from tba_hpc.checks.lists import FILES
-    from tba_hpc.commands.submission import as_it_lies, load_anchored
+    from tba_hpc.commands.submission import file_and_overrides, load_anchored
 
-    config = load_anchored(*as_it_lies(path, overrides))
+    config = load_anchored(*file_and_overrides(path, overrides))
     refuse(FILES, Facts(config=config))
     return config
 

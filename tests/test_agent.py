@@ -413,7 +413,7 @@ def test_versions_are_of_the_first_and_the_last_turn(stage: Callable[..., Stage]
 # --- What costs an episode ---
 
 BAD = {
-    "asks for nothing": ("print(1)", "my_agent.py ended with status 0 before a request that was answered$"),
+    "asks for nothing": ("print(1)", "my_agent.py ended with status 0 before its first valid request$"),
     "is killed": ("ask(user('Go.')); os.kill(os.getpid(), 9)", "SIGKILL and no reward: its last line was ''"),
     "dies": ("ask(user('Go.')); raise SystemExit('I give up')", "status 1 and no reward: I give up"),
     "cannot start": ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),

@@ -130,7 +130,7 @@ NEVER_RIGHT: Values = {name: always(float("flat" in name)) for name in ("search/
 IN_TURNS = {"max_staleness": 0, "sync_every": 1}
 
 WRONG: dict[str, Case] = {
-    "2 of 80 optimizer steps skipped, the last at step 60: .* train.learning_rate.peak=1e-05": case(
+    "2 of 80 optimizer steps skipped, the last at step 60: .* train.learning_rate.peak .now 1e-05": case(
         {"train/skipped_steps": lambda step: (step >= 50) + (step >= 60)}
     ),
     "1 of 80 optimizer steps skipped, .* rewards are as large as 1e[+]30, so .* Bound them": case(

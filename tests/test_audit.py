@@ -392,6 +392,6 @@ def test_a_resume_without_the_records_before_it_makes_no_loss_of_that(copy: Call
     assert verdict.finished and (verdict.lost, verdict.doubled) == (corrupt.lost, 0), verdict.problems
     gap, lost = verdict.problems
     assert "trainer.jsonl is damaged (a resume from step" in gap and "follows step 0, revision 0" in gap
-    assert lost.endswith("are lost that the newest checkpoint should hold")
+    assert lost.startswith("lost: ") and lost.endswith("that the newest checkpoint should hold")
     words = {check.name: check.proven for check in verdict.checks}
     assert words["no sealed shard is lost"] and not words["every shard merged once"]

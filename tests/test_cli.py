@@ -180,7 +180,7 @@ def test_submit_needs_no_more_than_nodes_and_says_what_it_takes(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     done = tba("submit", "--nodes", 8, "--dry-run")
     config, site = REPOSITORY / "configs/math_gsm8k.yaml", REPOSITORY / "slurm/sites/generic.yaml"
-    chosen = f"no --config given, so this one: {config}\nno --site given, so this one: {site}\n"
+    chosen = f"no --config given, using {config}\nno --site given, using {site}\n"
     named = tba("submit", "--nodes", 8, "--dry-run", "--config", config, "--site", site)
     assert done.stderr == chosen + named.stderr and named.stdout == done.stdout
     assert tba("submit", "--nodes", 8, "--print", "--run-root", tmp_path).returncode == 0

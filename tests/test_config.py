@@ -287,7 +287,7 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("buffer.duplicates.limit=0.4", "unknown config key 'buffer.duplicates.limit': valid are name"),
         # Rules
         ("launch.trainers=3", "prompts_per_step=8 cannot be split over launch.trainers=3: use a multiple"),
-        ("generator.completions_per_prompt=4", "a group could never be filled; raise the first to at least"),
+        ("generator.completions_per_prompt=4", "never be filled; raise generator.completions_per_prompt"),
         ("generator.max_tokens=1024", "leaves no room for a prompt in model.context_length=1024: lower"),
         ("generator.min_tokens=513", "generator.min_tokens=513 is above generator.max_tokens=512: lower"),
         ("generator.tempered_range=[2, 0.5]", "generator.tempered_range=[2.0, 0.5] is not a range"),

@@ -23,6 +23,7 @@ from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Container, Site, plan
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import log_event
 from tba_hpc.run.notes import write_note
 from tba_hpc.run.slurm_queue import mebibytes
 
@@ -439,19 +440,87 @@ def test_a_refusal_names_the_site_key(message: str, key: str) -> None:
     assert said == f"Slurm refused the job: {message}; change the site key {key}"
 
 
+def test_a_lost_answer_is_no_refusal() -> None:
+    lost = "Socket timed out on send/recv operation"
+    said = slurm.refusal(f"sbatch: error: Batch job submission failed: {lost}\n")
+    assert said.startswith(f"Slurm did not answer ({lost}), but may have accepted the job: look with 'squeue")
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "Welcome to Stampede3\njob 1 of 5 allowed\nSubmitted batch job 4711",
+        "Submitted batch job 4711 on cluster slaking",
+        "4711",  # of a site's own sbatch
+        "auks_api: cred 5 added\n4711;slaking",
+    ],
+)
+def test_the_job_that_sbatch_names_is_the_one_submitted(
+    printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _sbatch(tmp_path, f"echo '{printed}'")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert slurm.send(RunDir(tmp_path), "#!/bin/sh\n") == "4711"
+    _sbatch(tmp_path, "echo 'Have 3 nice days'")
+    with pytest.raises(slurm.SubmitError, match=r"^sbatch names no job \(Have 3 nice days\): look with 'squ"):
+        slurm.send(RunDir(tmp_path), "#!/bin/sh\n")
+
+
+def _sbatch(folder: Path, body: str) -> None:
+    (folder / "sbatch").write_text(f"#!/bin/sh\n{body}\n")
+    (folder / "sbatch").chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("option", "warned"),
+    [
+        ("--comment={'exempt': 90}", True),
+        ("-o /tmp/log", True),
+        ("--no-requeue", True),
+        ("--signal=USR2@30", True),
+        ("--exclude=n1", False),
+        ("--mail-type=END", False),
+        ("-D /work", False),
+    ],
+)
+def test_options_that_replace_those_of_the_script_are_told(option: str, warned: bool) -> None:
+    found = list(slurm_checks.check_options(Facts(site=Site(sbatch_options=(option,)))))
+    assert bool(found) == warned
+    if found:
+        _says(found, "warning", f"{option} under sbatch_options replaces an option by which tba finds")
+
+
+@pytest.mark.parametrize(
+    ("options", "shell", "asked", "warned"),
+    [
+        (["--clusters=big"], "", "", True),
+        (["-M big"], "", "small", True),
+        (["-M big"], "", "big", False),
+        ([], "big", "", True),
+        (["--mail-user=me"], "", "big", False),
+    ],
+)
+def test_another_cluster_is_named_for_all_commands(
+    options: list[str], shell: str, asked: str, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SBATCH_CLUSTERS", shell)
+    monkeypatch.setenv("SLURM_CLUSTERS", asked)
+    found = list(slurm_checks.check_cluster(Facts(site=Site(sbatch_options=tuple(options)))))
+    remedies = ["type 'export SLURM_CLUSTERS=big' instead, which all obey"]
+    assert [finding.remedy for finding in found] == (remedies if warned else [])
+
+
 def test_a_refusal_is_only_raised_and_not_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    sbatch = tmp_path / "sbatch"
-    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: Invalid qos specification' >&2; exit 1\n")
-    sbatch.chmod(0o700)
+    _sbatch(tmp_path, "echo 'sbatch: error: Invalid qos specification' >&2; exit 1")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(slurm.SubmitError, match=r"^Slurm refused the job: Invalid qos specification; change"):
         slurm.send(RunDir(tmp_path), "#!/bin/sh\n")
     assert capfd.readouterr().err == ""
     with pytest.raises(slurm.SubmitError, match="site key qos"):
         slurm.refuse_impossible("#!/bin/sh\n")
-    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: Job violates accounting/QOS policy' >&2; exit 1\n")
+    _sbatch(tmp_path, "echo 'sbatch: error: Job violates accounting/QOS policy' >&2; exit 1")
     slurm.refuse_impossible("#!/bin/sh\n")  # it may fit later
 
 
@@ -573,6 +642,10 @@ def test_a_trial_that_fails_says_why(line: str, note: str, name: str, words: str
         write_note(run, "trainer", 0, note, "refused")
     (finding,) = trial.verdict(run, Site(), split, [], exchanged=False)
     assert (finding.name, finding.level) == (name, "problem") and words in finding.sentence
+    if not note:
+        log_event(run, "refused", sentence="module load nonsense fails on n1")
+        (finding,) = trial.verdict(run, Site(), split, [], exchanged=False)
+        assert "module load nonsense fails on n1" in finding.sentence
 
 
 def test_shared_memory_holds_two_copies_of_the_weights() -> None:
@@ -587,9 +660,44 @@ def test_shared_memory_holds_two_copies_of_the_weights() -> None:
 def test_memory_that_cuda_does_not_register_is_told() -> None:
     _says([machine.judge_registered_memory("some warning\ncudaError 0\n")], "ok", "at full speed")
     _says([machine.judge_registered_memory("cudaError 801\n")], "warning", "(cudaError 801)", "three times")
-    _says([machine.judge_registered_memory("Traceback\nRuntimeError: no driver\n")], "warning", "no driver")
-    _says([machine.judge_registered_memory("")], "warning", "no answer")
+    _says(
+        [machine.judge_registered_memory("Traceback\nRuntimeError: no driver\n")],
+        "problem",
+        "torch cannot use the GPUs (RuntimeError: no driver)",
+        "LD_LIBRARY_PATH",
+    )
+    _says([machine.judge_registered_memory("")], "problem", "no answer")
     assert list(machine.check_registered_memory(Facts())) == []  # here is no GPU
+
+
+def test_gpus_for_one_process_alone_are_told() -> None:
+    assert list(machine.judge_modes("Default\nDefault\n")) == []
+    assert list(machine.judge_modes("[N/A]\n")) == []
+    _says(machine.judge_modes("Default\nExclusive_Process\n"), "problem", "mode of GPUs is Exclusive_Process")
+
+
+def test_packages_that_replace_those_of_the_environment_are_told(tmp_path: Path) -> None:
+    own, home = tmp_path / "env/lib/python3.11/site-packages", tmp_path / "home/.local"
+    for package in (own / "torch", own / "numpy", home / "torch", home / "other"):
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+    prefix = tmp_path / "env"
+    assert list(machine.judge_packages([own, home], prefix)) == []
+    assert list(machine.judge_packages([home], prefix)) == [], "where the environment has none, that is meant"
+    words = f"torch of {home} would be used instead of those of {prefix}"
+    _says(machine.judge_packages([tmp_path, home, own], prefix), "warning", words, "PYTHONNOUSERSITE=1")
+
+
+def test_a_node_whose_name_leads_to_itself_alone_is_told() -> None:
+    assert list(machine.judge_host_name("n1", {"10.0.0.7"})) == []
+    assert list(machine.judge_host_name("n1", {"127.0.1.1", "fe80::1%eth0"})) == []
+    _says(machine.judge_host_name("n1", {"127.0.1.1", "::1"}), "warning", "n1, leads to 127.0.1.1 and ::1")
+    _says(machine.judge_host_name("n1", set()), "warning", "cannot be resolved", "network_interface")
+
+
+def test_memory_is_what_the_control_group_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "free_memory", lambda: 2 << 30)  # of a container on a large machine
+    _says(machine.check_capacity(Facts()), "warning", "2.1 GB of memory available")
 
 
 def test_the_network_built_for_mpi_is_preferred_and_a_choice_is_checked() -> None:

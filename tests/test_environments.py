@@ -188,6 +188,9 @@ def test_reset_gets_the_fields_it_takes_and_a_seed_of_the_prompt() -> None:
     assert made.open() is None and made.reward() == pytest.approx(0.3)
     assert contract().fields({"coins": 3, "seed": 5}, 7) == {"coins": 3, "seed": 5}
     assert contract("Guess").fields({"secret": "a", "prompt": "?"}, 7) == {"secret": "a", "prompt": "?"}
+    row = {"secret": ["a", {"b": 1}]}
+    contract("Guess").fields(row, 7)["secret"][1].clear()  # type: ignore[index]
+    assert row == {"secret": ["a", {"b": 1}]}  # other episodes get it as it is
     with pytest.raises(ConfigError, match=r"reset\(\) takes 'coins', which row 1 lacks"):
         contract().require({"prompt": "?"}, "row 1")
     with pytest.raises(ConfigError, match="takes 'bad'"):

@@ -260,7 +260,7 @@ def test_an_empty_split_and_another_vocabulary_get_one_sentence(tmp_path: Path) 
     target = find_target(str(one), config=None, task="arithmetic", overrides=settings, reference=str(other))
     with pytest.raises(ConfigError, match="the task arithmetic has no prompt in its validation split"):
         measure(target, split="validation")
-    with pytest.raises(ConfigError, match=r"has 128 tokens and .* has 160 tokens: name a model of the same"):
+    with pytest.raises(ConfigError, match=r"has 128 tokens and .* has 160 tokens: name a model with the"):
         measure(target, split="test")
 
 

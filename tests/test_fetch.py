@@ -156,4 +156,4 @@ def test_an_environment_that_is_not_on_this_machine_is_named(tmp_path: Path) -> 
     command = [sys.executable, "-m", "tba_hpc", "fetch", "math_gsm8k", "--site", f"{tmp_path}/site.yaml"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "/none/bin/python cannot be started here: let the site key venv name" in done.stderr
+    assert "/none/bin/python cannot be started here: set the site key venv to" in done.stderr

@@ -107,6 +107,23 @@ def test_held_out_problems_are_the_end_of_the_training_data_and_never_trained_on
     assert targets(both) == {"train": [0, 1, 2, 3, 4, 5, 6], "test": [77], "validation": [7, 8, 9]}
 
 
+def test_a_question_on_both_sides_is_told_whatever_its_solution(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = {"question": "What is  1 + 1?\n", "answer": "It is 1 + 1 = 2.\n#### 2.0"}
+    train = write(
+        tmp_path / "train.jsonl", {"question": "What is 1 + 1?", "answer": "#### 2"}, problem(8), problem(9)
+    )
+    task = GSM8K(
+        ByteTokenizer(),
+        train_file=train,
+        test_file=write(tmp_path / "test.jsonl", asked),
+        validation_problems=1,
+    )
+    assert [len(task.prompts(split)) for split in ("train", "test")] == [2, 1]
+    assert [said[:39] for said in caplog.messages] == ["1 of 1 test rows are also trained on, s"]
+
+
 def test_without_files_test_is_the_test_split_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

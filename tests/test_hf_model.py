@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import numpy as np
@@ -339,6 +340,7 @@ def test_a_sequence_begins_once_also_by_a_chat_template_that_writes_its_beginnin
     tokenizer = HfTokenizer(plain, plain.eos_token_id)
     letters = plain.convert_tokens_to_ids(list("[2+2]"))
     assert tokenizer.encode("[2+2]").tolist() == [beginning, *letters]
+    assert tokenizer.encode("<extra_0>[2+2]").tolist() == [beginning, *letters]  # rows of rendered chats
     assert tokenizer.encode_chat("2+2").tolist() == [beginning, *letters]
 
 
@@ -368,6 +370,22 @@ def test_a_model_that_lacks_a_weight_is_refused_by_its_name(tmp_path: Path) -> N
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=f"lack {lost}, which would be random"):
         load_policy(str(folder), "float32")
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_sampling_defaults_that_cannot_be_saved_cost_no_export(
+    tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers loads a temperature without do_sample, as Llama 2 came with, but refuses to save it."""
+    folder = make_random_model(tmp_path / "model", tied=False)
+    settings = json.loads((folder / file).read_text()) | {"temperature": 0.9, "top_p": 0.6}
+    (folder / "generation_config.json").unlink()
+    (folder / file).write_text(json.dumps(settings))
+    load_policy(str(folder), "float32").save_pretrained(tmp_path / "export")
+    exported = load_policy(str(tmp_path / "export"), "float32").generation_config
+    assert (exported.eos_token_id, exported.pad_token_id, exported.temperature) == (0, 1, None)
+    (said,) = (said for said in caplog.messages if "contradict" in said)
+    assert said.startswith(f"the sampling defaults of model.path={folder} contradict each other")
 
 
 def test_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:

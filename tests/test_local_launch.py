@@ -218,6 +218,23 @@ def test_environment_of_the_ranks() -> None:
     assert (ours.get("OMPI_ALLOW_RUN_AS_ROOT") == "1") == (os.geteuid() == 0)
 
 
+def test_transports_that_a_module_chose_for_a_network_are_not_used_on_one_machine() -> None:
+    of_hpcx = {"OMPI_MCA_pml": "ucx", "OMPI_MCA_btl": "^vader,tcp,openib,uct", "CUDA_VISIBLE_DEVICES": ""}
+    ours = local.environment_of(Path("/m"), of_hpcx)
+    assert (ours["OMPI_MCA_pml"], ours["OMPI_MCA_btl"]) == ("ob1", "self,sm")
+    assert ours["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_user_whom_the_system_does_not_list_has_a_name_and_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unlisted(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unlisted)
+    ours = local.environment_of(Path("/m"), {"USER": "", "HOME": ""})
+    assert (ours["USER"], ours["HOME"]) == (str(os.getuid()), "/m")
+    assert local.environment_of(Path("/m"), {"USER": "me"})["USER"] == "me"
+
+
 def test_shared_memory_that_is_too_full_for_mpi_is_told_before_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

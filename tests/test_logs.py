@@ -50,7 +50,7 @@ def test_one_rank_of_one_attempt_is_shown_and_what_is_not_there_refused(
     refusals = {
         ("searcher-7", None): "has no log of searcher-7 yet; there are: job-2, searcher-0003, trainer-0000",
         ("worker-0", None): "--rank worker-0 is no rank: give trainer-0, searcher-3, mpiexec, or batch",
-        (None, 9): "--attempt 9 has no logs in .*: kept are 001, 002",
+        (None, 9): "--attempt 9 has no logs in .*; available: 001, 002",
     }
     for (rank, attempt), words in refusals.items():
         with pytest.raises(ConfigError, match=words):

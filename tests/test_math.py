@@ -138,6 +138,8 @@ def test_the_target_is_the_box_or_the_answer_and_truncated_ones_do_not_count(tmp
     assert task.rewards(first, [completion(r"7/2 is \boxed{3.5}")]) == [1.0]
     assert task.rewards(first, [completion(r"7/2 is \boxed{3.5}", "length")]) == [0.0]
     assert task.rewards(first, [completion("7/2")]) == [0.0]
+    thoughts = r"<think>\boxed{3.5}?</think> It is {}.", r"<think>\boxed{3}?</think> It is \boxed{3.5}."
+    assert task.rewards(first, [completion(text) for text in thoughts]) == [0.0, 1.0]
     assert task.rewards(second, [completion(r"\boxed{\frac{9}{2}}")]) == [1.0]
     assert task.rewards(second, [completion(r"\boxed{\frac{7}{2}}")]) == [0.0]
 

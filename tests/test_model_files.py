@@ -80,3 +80,20 @@ def test_the_check_before_a_run_refuses_it(model: Path) -> None:
     sentence = "model holds model.safetensors, a git LFS pointer .*: copy or download the model again"
     with pytest.raises(ConfigError, match=sentence):
         check(config)
+
+
+def test_weights_that_cannot_be_trained_are_refused_with_the_remedy(model: Path) -> None:
+    """An adapter would be added to the weights by transformers, but not by engines, without a word."""
+    config = parse_config({"model": {"path": str(model)}, "task": {"name": "arithmetic"}})
+    settings = json.loads((model / "config.json").read_text())
+    quantized = settings | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (model / "config.json").write_text(json.dumps(quantized))
+    with pytest.raises(ConfigError, match=r"model holds quantized weights \(gptq\).*give the same model"):
+        check(config)
+    (model / "config.json").write_text(json.dumps(settings | {"quantization_config": None}))
+    (model / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"model holds a LoRA adapter .*: merge it into its model"):
+        check(config)
+    (model / "config.json").unlink()
+    with pytest.raises(ConfigError, match="model holds a LoRA adapter"):
+        check(config)

@@ -51,6 +51,10 @@ def wrapped(completions): return trl(completions=completions)
 def chatty(completions, **kwargs): return [len(one[0]["content"]) for one in completions]
 import numpy
 def drawn(completion): return numpy.random.RandomState(0).randint(len(completion))
+def takes(completion, tests): return float(len(tests["left"]) if tests["left"].pop() else 0)
+def paired(completions, tests, **kwargs): return [float(a == b) for a, b in zip(completions, tests)]
+def sharing(completions, prompt, tests): return [len({*one} & {*prompt}) / sum(tests) for one in completions]
+def take(completions, tests): return [takes(completion, tests) for completion in completions]
 """
 VERIFYING = """
 from math_verify import parse, verify
@@ -126,6 +130,18 @@ def test_a_function_gets_the_text_and_the_fields_that_it_names(own: Path) -> Non
     (last,) = task.prompts("validation")
     assert task.correct([last, prompts[0]], answers[:2]) == [True, False]
     assert task.reward_parts() == {}
+
+
+def test_a_function_that_takes_from_a_list_finds_it_whole_at_the_next_call(own: Path) -> None:
+    (own / "rows.jsonl").write_text(
+        "\n".join(json.dumps({**row, "tests": {"left": [1, 2, 3]}}) for row in ROWS)
+    )
+    for name, expected in (("takes", [2.0, 2.0]), ("take", [2.0, 1.0])):
+        task = make(own, f"own_rewards:{name}")
+        task.try_rewards()
+        prompt = task.prompts("train")[0]
+        for _ in range(3):
+            assert task.rewards(prompt, [completion("a"), completion("b")]) == expected
 
 
 def test_several_rewards_are_a_weighted_sum_and_logged_by_name(own: Path) -> None:
@@ -333,6 +349,11 @@ def test_a_chat_model_is_asked_by_the_template_and_its_last_number_counts(
         ("\N{MINUS SIGN}2", -2),
         ("-1e-3", -0.001),
         ("8.", 8),
+        ('```json\n{"score": 7, "max_score": 10}\n```', 7),
+        ('{"Rating": "7/10", "reason": "3 of 4 steps"}', 7),
+        ("{'reward': -0.5, 'steps': 4}", -0.5),
+        ('[{"score": 3}, {"score": 4}], in all 7', 7),
+        ('{"scores": [1, 2]}', 2),
     ],
 )
 def test_of_eight_out_of_ten_a_judge_gave_eight(said: str, number: float) -> None:
@@ -346,6 +367,11 @@ def test_of_eight_out_of_ten_a_judge_gave_eight(said: str, number: float) -> Non
         ({"message": {"content": "Of the 3 steps"}, "finish_reason": "length"}, math.nan),
         ({"message": {"content": "Of the 3 steps all are right: 9"}, "finish_reason": "stop"}, 9),
         ({"message": {"content": None, "reasoning_content": "3?"}}, math.nan),
+        ({"message": {"content": "<think>3 or 4?</think>Good."}}, math.nan),
+        (
+            {"message": {"content": [{"type": "thinking", "thinking": "3?"}, {"type": "text", "text": "8"}]}},
+            8,
+        ),
     ],
 )
 def test_a_message_comes_in_parts_too_and_one_that_was_cut_off_rates_nothing(
@@ -496,6 +522,15 @@ def test_a_function_written_for_trl_is_named_before_the_start(
     """It takes a field of the row for a list with one value for each completion, or a text for messages."""
     with pytest.raises(ConfigError, match=r"zipped gave 4 numbers for 5 completions; the argument compl"):
         make(own, "own_rewards:zipped").try_rewards()
+    long = [{"prompt": "What is half of 9?", "tests": [1] * 9}, {"prompt": "And of 7?", "tests": [2]}] * 2
+    (own / "rows.jsonl").write_text("\n".join(map(json.dumps, long)))
+    for name in ("zipped", "paired"):
+        with pytest.raises(
+            ConfigError, match=rf"{name} gave 7 numbers for 8 completions; the argument compl"
+        ):
+            make(own, f"own_rewards:{name}").try_rewards()
+    make(own, "own_rewards:sharing").try_rewards()
+    (own / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     for name in ("placed", "chatty"):
         make(own, f"own_rewards:{name}").try_rewards()
         assert f"own_rewards:{name} raised IndexError: string index out of range" in caplog.text

@@ -91,6 +91,15 @@ def test_a_rank_that_cannot_have_its_gpu_alone_any_more_says_so(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
 
 
+def test_a_rank_takes_its_own_mig_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_has_gpus", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as CUDA counts several instances
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 1, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b,MIG-c,MIG-d")
+    Placement.join(config_of(1, 3), "searcher", 1).choose_gpus()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-c"
+
+
 def test_a_given_index_counts_more_and_none_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     step(monkeypatch, 5, 1)
     assert Placement.join(config_of(1, 8), "searcher", 7).index == 7

@@ -93,13 +93,15 @@ def test_the_answer_is_graded_where_it_stands() -> None:
         f"<answer>It is {right}.</answer>": 0.0,
         right: 0.0,
         f"<answer>{right}</answer>x": 1.0,
+        f"<think><answer>{right}</answer></think>It is 0.": 0.0,
     }
     assert tagged.rewards(prompt, [completion(text) for text in answers]) == list(answers.values())
     assert tagged.rewards(prompt, [completion(f"<answer>{right}</answer>", "length")]) == [0.0]
     prompt = whole.prompts("train")[0]
-    given = [completion(text) for text in (f"{prompt.target}\n", f"It is {prompt.target}", "x")]
-    assert whole.rewards(prompt, given) == [1, 0, 0]
-    assert whole.correct([prompt] * 3, given) == [True, False, False]
+    texts = f"{prompt.target}\n", f"It is {prompt.target}", "x", f"<think>x</think>\n\n{prompt.target}"
+    given = [completion(text) for text in texts]
+    assert whole.rewards(prompt, given) == [1, 0, 0, 1]
+    assert whole.correct([prompt] * 4, given) == [True, False, False, True]
 
 
 @pytest.mark.parametrize(

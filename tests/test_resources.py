@@ -10,6 +10,7 @@ import pytest
 from tba_hpc.checks.config_checks import (
     check_context_length,
     check_engine_arguments,
+    check_experts,
     check_files,
     check_unused,
 )
@@ -188,6 +189,44 @@ def test_more_context_than_the_model_has_positions_is_refused(
     assert all("model.context_length=4096 is more than the " in finding.found for finding in found)
     (tmp_path / "config.json").write_text("")
     assert list(check_context_length(Facts(config=config))) == []
+
+
+@pytest.mark.parametrize(
+    ("rope", "remedy"),
+    [
+        ({"rope_type": "longrope", "original_max_position_embeddings": 4096, "factor": 32.0}, ""),
+        (
+            {"rope_type": "longrope", "original_max_position_embeddings": 2048, "long_factor": [1.5]},
+            "lower model.context_length=4096 to 2048 at most",
+        ),
+        ({"type": "dynamic", "factor": 4.0}, "lower model.context_length=4096 to 3072 at most"),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, ""),
+    ],
+)
+def test_positions_that_engine_and_trainer_scale_differently_are_told(
+    rope: dict[str, object], remedy: str, tmp_path: Path
+) -> None:
+    """vLLM scales by a fixed length, transformers by the longest sequence of a batch."""
+    config = parse_config({"model": {"path": str(tmp_path), "context_length": 4096}})
+    for name in ("rope_scaling", "rope_parameters"):
+        (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 3072, name: rope}))
+        found = list(check_context_length(Facts(config=config)))
+        assert [(finding.level, finding.remedy) for finding in found] == [("warning", remedy)] * bool(remedy)
+
+
+def test_an_adapter_that_leaves_experts_as_they_are_is_told(tmp_path: Path) -> None:
+    """They are no linear layers of their own since transformers 5."""
+    for lora, fields, told in (
+        ({}, {"num_experts": 128}, True),
+        ({}, {"text_config": {"num_local_experts": 8}}, True),
+        ({"targets": ["q_proj"]}, {"num_experts": 128}, False),
+        (None, {"num_experts": 128}, False),
+        ({}, {"num_experts": 0}, False),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        config = parse_config({"model": {"path": str(tmp_path), "lora": lora}})
+        found = list(check_experts(Facts(config=config)))
+        assert ["does not adapt the" in finding.found for finding in found] == [True] * told
 
 
 def test_an_argument_that_vllm_does_not_know_is_refused_before_an_engine_starts() -> None:

@@ -20,6 +20,9 @@ from tba_hpc.tasks.jsonl import Jsonl
 REWARD = "rows_reward:nothing"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?"}]
 SHOWN = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n"
+LEAVES_OUT = (
+    "{% for m in messages if m.role != 'developer' %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
+)
 MODULE = """
 def nothing(completion):
     return 0.0
@@ -99,6 +102,10 @@ BAD = {
     "Latin-1": ('{"prompt": "Wie süß?"}'.encode("latin-1"), "it is not UTF-8 text"),
     "cut off": (b'{"prompt": "x', "no JSON: Unterminated string starting at at column 12"),
     "no object": (b'["x"]', "it holds no JSON object"),
+    "twice": (
+        b'{"prompt": "x", "tests": [{"a": 1, "b": 2, "a": 3}]}',
+        "it has the key 'a' twice in one object",
+    ),
 }
 FINE = {
     "a pair": (rb'{"prompt": "\ud83d\ude00?"}', "\U0001f600?"),
@@ -152,7 +159,7 @@ def test_files_of_other_kinds_are_refused_with_the_reason(tmp_path: Path, data: 
         ({"text": "x"}, "'prompt' is an object, but must be a text or a number"),
         (True, "'prompt' is true or false"),
         (None, "'prompt' is null"),
-        (float("nan"), "'prompt' is NaN"),
+        (float("nan"), "'prompt' is null"),
         ("", "'prompt' is empty"),
         (" \n\u3000", "'prompt' is empty"),
     ],
@@ -181,6 +188,14 @@ def test_what_is_no_text_is_json_in_a_judges_prompt_and_in_a_target(tmp_path: Pa
     assert [prompt.target for prompt in task.prompts("train")] == ['["5", "five"]', "", "true"]
 
 
+def test_nan_is_a_missing_value(tmp_path: Path) -> None:
+    """As pandas writes it. A judge could not be sent it: it is no JSON."""
+    (row,) = load(
+        tmp_path, "\n".join(['{"prompt": "x", "a": NaN, "b": [-Infinity]}', *lines(2)])
+    )._table.rows("train")
+    assert row == {"prompt": "x", "a": None, "b": [float("-inf")]}
+
+
 def test_a_judge_is_shown_no_null(tmp_path: Path) -> None:
     judge = {"url": "http://localhost:1/v1", "model": "judge", "prompt": "{prompt} {rubric} {completion}?"}
     rows = [json.dumps({"prompt": "x", "rubric": rubric}) for rubric in ("brief", "kind", None)]
@@ -199,6 +214,23 @@ def test_messages_are_rendered_by_the_chat_template(tmp_path: Path) -> None:
     assert second.tokens.tolist() == tokenizer.encode_chat("0 + 2?").tolist()
 
 
+def test_messages_that_the_template_leaves_out_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Qwen's does with the role developer: the run would go on without its instructions."""
+    tokenizer = make_tokenizer("hermes")
+    for role, told in (("system", 0), ("developer", 1)):
+        messages = [{"role": role, "content": " Be brief.\n"}, {"role": "user", "content": "2 + 3?"}]
+        tokenizer._tokenizer.chat_template = LEAVES_OUT
+        load(tmp_path, "\n".join([json.dumps({"prompt": messages})] * 3), tokenizer, options={"chat": True})
+        said = [message.partition(":")[0] for message in caplog.messages if "leaves out" in message]
+        assert said == told * [
+            f"the chat template leaves out 1 of the messages of {split} rows, such as ' Be brief.\\n' "
+            "of the role 'developer'"
+            for split in ("train", "validation", "test")
+        ]
+
+
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
@@ -212,9 +244,9 @@ def test_messages_are_rendered_by_the_chat_template(tmp_path: Path) -> None:
         ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "message 1 of 'prompt' has no text"),
         (
             [*MESSAGES, {"role": "assistant", "content": "5"}],
-            "the last message of 'prompt' is of 'assistant'",
+            "the last message of 'prompt' has the role 'assistant'",
         ),
-        ([], "the last message of 'prompt' is of None"),
+        ([], "'prompt' is an empty list"),
     ],
 )
 @pytest.mark.parametrize("name", ["jsonl", "environment"])

@@ -122,6 +122,12 @@ def test_a_resume_may_change_ranks_and_place_but_nothing_else(tmp_path: Path) ->
     assert not moved_run.history.exists()  # nor do ranks and place belong to the run
 
 
+def test_a_run_directory_keeps_the_group_of_its_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2770)  # as of projects whose quota goes by the group of files
+    run = RunDir.create(config_in(tmp_path))
+    assert modes(run.path)["folders"] == {0o2700}
+
+
 @pytest.mark.root("giving a folder to another user")
 def test_root_does_not_move_into_a_folder_of_another_user(tmp_path: Path) -> None:
     config = config_in(tmp_path)
@@ -170,7 +176,7 @@ def test_a_run_without_a_step_is_to_be_removed_and_not_resumed_as_it_was(run: Ru
         RunDir.check(other)
     assert str(caught.value) == (
         f"{run.path} holds a run with another config, and a resume may not change it to task.name=mine:Task: "
-        "it has taken no optimizer step, so unless it is at work or queued, remove the folder "
+        "it has taken no optimizer step, so unless it is running or queued, remove the folder "
         f"{run.path} (nothing was learned), or choose another run.name"
     )
     metrics.write_text('{"event": "started", "step": 0}\n{"step": 1, "train/loss": 0.5}\n')
@@ -437,6 +443,27 @@ def test_only_complete_checkpoints_count(run: RunDir) -> None:
     assert again == half and list(again.iterdir()) == []  # the half one is gone
     complete_checkpoint(run, again, replace(STATE, step=200), keep=2)
     assert latest_checkpoint(run) == again
+
+
+@pytest.mark.root("mounting a file, which cannot be deleted then, as an open one on NFS")
+def test_an_old_checkpoint_that_is_in_use_is_deleted_later(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (100, 200):
+        checkpoint(run, replace(STATE, step=step), keep=1)
+    in_use = run.checkpoints / "step-000200/sub/weights.bin"
+    subprocess.run(["mount", "--bind", in_use, in_use], check=True)
+    try:
+        checkpoint(run, replace(STATE, step=300), keep=1)
+        checkpoint(run, replace(STATE, step=400), keep=1)
+        latest = latest_checkpoint(run)
+        assert latest is not None and latest.name == "step-000400"
+        assert names(run) == ["step-000200", "step-000400"] and in_use.exists()
+        assert "cannot delete" in caplog.text and "the next checkpoint tries again" in caplog.text
+    finally:
+        subprocess.run(["umount", in_use], check=True)
+    checkpoint(run, replace(STATE, step=500), keep=1)
+    assert names(run) == ["step-000500"]
 
 
 def test_the_newest_are_kept_by_step_not_by_name(run: RunDir) -> None:

@@ -15,8 +15,8 @@ import pytest
 from tba_hpc.commands.submission import HEADER_SIGNAL, Submission
 from tba_hpc.commands.submit import submit_elastic
 from tba_hpc.config import ConfigError, parse_config, shipped
-from tba_hpc.launch.plan import Site, load_site, plan, searchers_of_a_node
-from tba_hpc.launch.sbatch import SUPERVISOR, TBA, Job, batch_script, elastic_script
+from tba_hpc.launch.plan import Container, Site, load_site, plan, searchers_of_a_node
+from tba_hpc.launch.sbatch import GONE, SUPERVISOR, TBA, Job, batch_script, elastic_script
 from tba_hpc.run.directory import RunDir
 
 REPOSITORY = Path(__file__).parents[1]
@@ -215,6 +215,7 @@ BREAKS = '() {  : "$LMOD_SETTARG"; loaded="$loaded $*"; }'
 def test_set_up_modules_and_activation_are_not_under_set_u(tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
+    (venv / "bin/python").symlink_to(sys.executable)
     (venv / "bin/activate").write_text('[ -n "$CONDA_BACKUP" ] || NAME="from $loaded"\n')
     site = Site(setup=('loaded="setup$NOWHERE"',), modules=("CUDA", "it's"), venv="$VENV")
     said = _surrounded(
@@ -236,16 +237,55 @@ def test_set_up_modules_and_activation_are_not_under_set_u(tmp_path: Path) -> No
             "SCRATCH is not set on n1, but the site key container",
         ),
         ({"venv": "/no/such"}, "the site key venv leads to /no/such, which is no virtual environment on n1"),
+        ({"venv": "$RUN/../venv"}, "venv/bin/python leads to a Python that n1 lacks: make the virtual"),
+        (
+            {"setup": ["module() { false; }"], "modules": ["cuda", "mpi"]},
+            "module load cuda mpi fails on n1, see the log of the job: correct the site key modules",
+        ),
     ],
 )
 def test_what_cannot_be_filled_in_is_one_sentence(
     keys: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/activate").touch()
+    (tmp_path / "venv/bin/python").symlink_to("/usr/bin/python-of-the-login-node")
     site = Site.model_validate({"setup": ["unset SCRATCH"], **keys})
     said = _surrounded(site, tmp_path, "echo not refused", 2, SLURMD_NODENAME="n1")
     assert sentence in said and len(said.splitlines()) == 1
     event = json.loads((tmp_path / "run/events.jsonl").read_text())
     assert event["event"] == "refused" and sentence in event["sentence"]
+
+
+@pytest.mark.parametrize("main", ["run_to_the_end", "search_for_a_while"])
+def test_a_node_without_the_jobs_python_is_one_sentence(main: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").touch()
+    (tmp_path / "python").symlink_to("/usr/bin/python-of-the-login-node")
+    said = _surrounded(Site(), tmp_path, f"TBA=({tmp_path}/python); {main}", 2, SLURMD_NODENAME="n1")
+    assert f"n1 lacks {tmp_path}/python, or what it leads to" in said and len(said.splitlines()) == 1
+
+
+def test_a_copy_of_the_code_that_is_gone_is_one_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(_script(Site(), 2))
+    done = subprocess.run(["bash", script], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.endswith(f"\n{GONE}\n")
+
+
+def test_a_container_does_not_take_packages_of_the_home() -> None:
+    boxed = Site(container=Container(image="/x.sif"))
+    assert 'export PYTHONNOUSERSITE="1"\n' in _script(boxed, 2)
+    own = boxed.model_copy(update={"environment": {"PYTHONNOUSERSITE": ""}})
+    assert 'export PYTHONNOUSERSITE=""\n' in _script(own, 2)
+    assert "PYTHONNOUSERSITE" not in _script(Site(), 2)
+
+
+def test_limits_of_the_login_node_do_not_hold_in_the_job() -> None:
+    small = "ulimit -S -v 8000000 -l 32 -t 3600 -f 1000000"
+    assert _bash(f"{small}; source {SOURCED}; for x in v l t f; do ulimit -S -$x; done") == _bash(
+        "for x in v l t f; do ulimit -H -$x; done"
+    )
 
 
 def test_a_default_in_a_value_needs_no_variable(tmp_path: Path) -> None:
@@ -672,6 +712,8 @@ def test_elastic_searchers_are_an_array_of_jobs_with_as_many_as_fit_a_node(
         ("echo '0, Yes'", "?"),
         ("echo 'No devices were found'; exit 6", ""),  # of a step without GPUs, or a node without
         ("echo 'GPU is lost'; exit 15", "?"),
+        ("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", "?"),
+        ("echo 'Unable to determine the device handle for GPU 0000:BA:00.0: Unknown Error'; exit 255", "?"),
         ("rm \"$RUN/config.yaml\"; echo '1, No'", "!"),
     ],
 )

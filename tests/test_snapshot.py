@@ -94,4 +94,4 @@ def test_an_image_brings_code_of_its_own(tmp_path: Path) -> None:
     config = parse_config({"model": {"path": "none"}, "train": {"prompts_per_step": 2}})
     script = script_of(config, plan(config, site, 2), site, after=None, code=tmp_path)
     assert "PYTHONPATH" not in script
-    assert f"source {quote(f'{tmp_path}/tba_hpc/launch/job_supervisor.sh')}\n" in script
+    assert f"source {quote(f'{tmp_path}/tba_hpc/launch/job_supervisor.sh')} ||" in script

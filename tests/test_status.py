@@ -16,6 +16,7 @@ from recorded import evaluate, happen, new_run, resumed_run, search, step, write
 from rich.console import Console
 
 from tba_hpc.config import FIRST_ELASTIC, ConfigError
+from tba_hpc.launch import stop
 from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, run_state
 from tba_hpc.report.status import LiveDisplay, cells, facts, follow, panel, plain_line, print_status
 from tba_hpc.report.summary import summary_of
@@ -557,6 +558,20 @@ def test_a_job_is_in_an_unknown_state_where_squeue_does_not_answer(
     assert [component["state"] for component in slurm_queue.job_states(run)] == ["UNKNOWN"]
 
 
+def test_whoever_stops_or_submits_a_run_waits_for_a_slow_squeue(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run.path / "slurm").mkdir()
+    (run.path / "slurm/job").write_text("7\n")
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\nsleep 0.4; echo '7|RUNNING|None|n1|||{run.path}'\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(slurm_queue, "SQUEUE_SECONDS", 0.1)
+    assert [row["state"] for row in slurm_queue.job_states(run)] == ["UNKNOWN"], "a display does not wait"
+    running = slurm_queue.ActiveJob("7", "RUNNING")
+    assert slurm_queue.active_job(run) == running == stop.at_work(run)
+
+
 @pytest.mark.parametrize("name", ["metrics/searcher-0000.jsonl", "events.jsonl"])
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 def test_what_never_ends_is_not_read(run: RunDir, name: str, kind: str) -> None:
@@ -567,7 +582,7 @@ def test_what_never_ends_is_not_read(run: RunDir, name: str, kind: str) -> None:
         os.mkfifo(run.path / name)
     else:
         (run.path / name).symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match=f"{name} is no regular file"):
+    with pytest.raises(ConfigError, match=f"{name} is not a regular file"):
         look(run)
 
 

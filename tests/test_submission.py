@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -20,6 +22,8 @@ from tba_hpc.commands.submission import (
     spread,
 )
 from tba_hpc.config import ConfigError
+from tba_hpc.launch import snapshot
+from tba_hpc.run import modules
 
 SUBMISSION = Submission(config=Path("math_gsm8k"), site=Path("generic"), nodes=4, overrides=["train.steps=5"])
 
@@ -115,9 +119,9 @@ def test_a_wall_time_that_is_none_is_the_options_fault() -> None:
 def test_script_in_a_job_takes_what_the_job_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"JOB_ID": 7, "JOB_NUM_NODES": 1, "GPUS_ON_NODE": 2, "CPUS_ON_NODE": 6}.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
-    assert nodes_of_this_job(ready=True) == 1
+    assert nodes_of_this_job(print_only=True) == 1
     with pytest.raises(ConfigError, match="--nodes is missing"):
-        nodes_of_this_job(ready=False)
+        nodes_of_this_job(print_only=False)
     submission = Submission(
         config=Path("quickstart"), site=SUBMISSION.site, nodes=1, run_root=tmp_path, here="7"
     )
@@ -152,3 +156,17 @@ def test_ranks_that_exchange_files_need_no_mpi() -> None:
     text, mpi = script(files), script(SUBMISSION)
     assert "srun --mpi=none " in text and "mpi4py" not in text
     assert "srun --mpi=pmix " in mpi and "-m mpi4py -m tba_hpc" in mpi
+
+
+def test_copies_of_code_look_new_to_a_clusters_cleaning(tmp_path: Path) -> None:
+    package = tmp_path / "mine"
+    package.mkdir()
+    old = package / "__init__.py"
+    old.touch()
+    os.utime(old, (1e9, 1e9))
+    began = time.time()
+    modules.copy([package], tmp_path, tmp_path / "modules")
+    copies = [path for path in snapshot.take(tmp_path).rglob("*") if path.is_file()]
+    assert len(copies) > 100
+    for copied in (*copies, tmp_path / "modules/mine/__init__.py"):
+        assert copied.stat().st_mtime > began - 1

@@ -159,7 +159,7 @@ MISTAKES = {
     "task={name: gsm8k, train_file: nothere}": "cannot read task.train_file=nothere (No such file",
     "task.name=own:Mute": "the task own:Mute has no method correct()",
     "task={name: 'nomodule:Class'}": "task.name=nomodule:Class cannot be imported (No module named",
-    "generator.max_tokens=120": "less generator.max_tokens leaves 8: raise the first, lower",
+    "generator.max_tokens=120": "less generator.max_tokens leaves 8: raise context_length, lower",
 }
 
 
@@ -219,6 +219,29 @@ def test_control_tokens_in_rows_are_told_before_the_run(
     assert not told("<eos> is 1+1? é", "<eos> is 2+2?")
     (warning,) = told("1+1? é", "a<eos>b<pad>c")
     assert re.match(r"9 of 18 train prompts contain special tokens .*such as <pad> in 'abc \d'", warning)
+
+
+def test_rows_that_are_rendered_already_are_told_before_the_run(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "always.py").write_text("def right(completion): return 1.0")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(folder)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<pad>{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
+    tokenizer.save_pretrained(folder / "m")
+    for chat, text, times in (
+        (True, "<pad>user: {}<eos>", 1),
+        (False, "<pad>user: {}<eos>", 0),
+        (True, "{}", 0),
+    ):
+        caplog.clear()
+        rows = [json.dumps({"prompt": text.format(f"{number}+1?")}) for number in range(9)]
+        (folder / "r.jsonl").write_text("\n".join(rows))
+        options = {"chat": chat, "validation_prompts": 1}
+        check(config_of(folder, name="jsonl", train_file="r.jsonl", reward="always:right", options=options))
+        said = [message for message in caplog.messages if "rendered already" in message]
+        assert len(said) == times
 
 
 @pytest.mark.parametrize(

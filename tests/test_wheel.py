@@ -86,7 +86,7 @@ def test_submit_makes_a_script_that_nodes_can_run(python: Path, tmp_path: Path) 
         f"{package}/configs/math_gsm8k.yaml",
         f"{package}/sites/generic.yaml",
     ]
-    assert f"\nsource {quote(f'{package}/launch/job_supervisor.sh')}\n" in done.stdout
+    assert f"\nsource {quote(f'{package}/launch/job_supervisor.sh')} ||" in done.stdout
     script = tmp_path / "job.sbatch"
     script.write_text(done.stdout)
     _do("bash", "-n", script)

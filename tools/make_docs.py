@@ -179,8 +179,9 @@ def commands_page() -> str:
         HEAD,
         "# Every command",
         "`tba COMMAND --help` says the same. CONFIG is a YAML file or the name of a shipped one, RUN a run "
-        "directory, MODEL a folder or hub name. `--site` names the cluster: a site file, or a shipped one's "
-        "name. `--set a.b=value` overrides one key of the config and may be repeated; `--json` prints JSON.",
+        "directory, MODEL a folder or hub name. `--site` names the cluster: a site file or the "
+        "name of a shipped one. `--set a.b=value` overrides one key of the config and may be repeated; "
+        "`--json` prints JSON.",
     ]
     for group, commands in groups.items():
         parts += [f"## {group}", *(_command(command) for command in commands)]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from tba_hpc.checks.chat_ends import CONVERSATIONS
 from tba_hpc.checks.facts import Facts, Finding, Level, ok, problem, warning
@@ -26,6 +27,9 @@ MADE_BY = {
 }
 """Remedy for a missing local model, by a part of its path."""
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of a model's setting of how many experts a layer has."""
+
 
 def check_files(facts: Facts) -> Iterator[Finding]:
     """Check that the local files that the config names exist on this machine.
@@ -42,22 +46,49 @@ def check_files(facts: Facts) -> Iterator[Finding]:
 
 
 def check_context_length(facts: Facts) -> Iterator[Finding]:
-    """Check that the model has positions for model.context_length tokens, if its config.json is here."""
-    config = facts.config
-    file = find_file(config.model.path, "config.json", facts.environment) if config else None
-    if config is None or file is None:
+    """Check that the model has positions for model.context_length tokens, if its config.json is here.
+
+    Lengths for which positions are scaled may give a warning: with dynamic NTK and LongRoPE, transformers
+    scales by the longest sequence of a batch, and vLLM by a fixed length.
+    """
+    config, fields = facts.config, _model_settings(facts)
+    if config is None or not fields:
         return
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-        fields |= fields.get("text_config") or {}
-    except (ValueError, TypeError, AttributeError):  # not JSON, or no mapping: the ranks refuse such a file
-        return
+    path, length = config.model.path, config.model.context_length
     most = fields.get("max_position_embeddings") or fields.get("n_positions") or 0
-    stretched = fields.get("rope_scaling") or "factor" in json.dumps(fields.get("rope_parameters"))
-    if most > 0 and not stretched and config.model.context_length > most:
-        found = f"model.context_length={config.model.context_length} is more than the {most} positions of "
-        remedy = f"lower it to {most} at most"
-        yield problem("context length", f"{found}model.path={config.model.path}", remedy)
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    stretched = fields.get("rope_scaling") or "factor" in json.dumps(rope)
+    if most > 0 and not stretched and length > most:
+        found = f"model.context_length={length} is more than the {most} positions of model.path={path}"
+        yield problem("context length", found, f"lower it to {most} at most")
+    kind = rope.get("rope_type") or rope.get("type")
+    short = rope.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
+    plain = {"dynamic": most, "longrope": short, "su": short}.get(str(kind))
+    if plain and length > plain:
+        found = f"engines and trainer scale the positions of model.path={path} differently ({kind})"
+        yield warning("context length", found, f"lower model.context_length={length} to {plain} at most")
+
+
+def check_experts(facts: Facts) -> Iterator[Finding]:
+    """Check that a LoRA adapter of a model with experts is meant to leave them as they are."""
+    config, fields = facts.config, _model_settings(facts)
+    experts = next((fields[name] for name in EXPERTS if fields.get(name)), 0)
+    if config and config.model.lora and config.model.lora.targets is None and experts:
+        found = f"model.lora does not adapt the {experts} experts of model.path={config.model.path}"
+        remedy = "leave model.lora out to train them; to keep them, list the layers in model.lora.targets"
+        yield warning("LoRA", found, remedy)
+
+
+def _model_settings(facts: Facts) -> dict[str, Any]:
+    """Return the fields of the model's config.json; {} if it is not here or cannot be read."""
+    file = find_file(facts.config.model.path, "config.json", facts.environment) if facts.config else None
+    if file is None:
+        return {}
+    try:
+        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return fields | (fields.get("text_config") or {})
+    except (ValueError, TypeError, AttributeError):  # not JSON, or no mapping: the ranks refuse such a file
+        return {}
 
 
 def check_engine_arguments(facts: Facts) -> Iterator[Finding]:

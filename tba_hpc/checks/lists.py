@@ -9,7 +9,13 @@ from tba_hpc.checks.facts import Facts, SlurmFacts, job_environment
 from tba_hpc.config import Config
 from tba_hpc.launch.plan import Plan, Site
 
-JOBS = (slurm_checks.check_requeue, slurm_checks.check_gpu_request, slurm_checks.check_partitions)
+JOBS = (
+    slurm_checks.check_cluster,
+    slurm_checks.check_options,
+    slurm_checks.check_requeue,
+    slurm_checks.check_gpu_request,
+    slurm_checks.check_partitions,
+)
 """Checks of what any job requests from Slurm."""
 
 CONFIG = (config_checks.check_resources, config_checks.check_rate, config_checks.check_unused)
@@ -21,11 +27,18 @@ DOCTOR = (*CONFIG, config_checks.check_chat_template, config_checks.check_task)
 FILES = (
     config_checks.check_files,
     config_checks.check_context_length,
+    config_checks.check_experts,
     config_checks.check_engine_arguments,
 )
 """Checks of a config before any run, on this machine or as a job."""
 
-RUN = (machine.check_engine, machine.check_ports, config_checks.check_unused, config_checks.check_task)
+RUN = (
+    machine.check_engine,
+    machine.check_ports,
+    machine.check_packages,
+    config_checks.check_unused,
+    config_checks.check_task,
+)
 """Checks before ``tba run`` starts ranks, besides FILES."""
 
 SUBMIT = (
@@ -37,6 +50,7 @@ SUBMIT = (
     slurm_checks.check_variables,
     machine.check_folder,
     machine.check_interpreter,
+    machine.check_packages,
     *CONFIG,
     config_checks.check_task,  # last, since it takes longest
 )
@@ -47,6 +61,7 @@ ELASTIC = (*JOBS, slurm_checks.check_variables, machine.check_interpreter, confi
 
 MACHINE = (
     machine.check_engine,
+    machine.check_packages,
     machine.check_gpus,
     machine.check_compiler,
     machine.check_folder,
@@ -78,6 +93,7 @@ LOGIN_NODE = (
     slurm_checks.check_preemption,
     machine.check_torch,
     machine.check_interpreter,
+    machine.check_packages,
     machine.check_folder,
     machine.check_model,
 )

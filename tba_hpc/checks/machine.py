@@ -15,9 +15,10 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
+from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,7 @@ from tba_hpc.core.own_code import is_own
 from tba_hpc.core.system_libraries import COMPILER, REMEDIES, missing_library
 from tba_hpc.run.files import publish
 from tba_hpc.run.listeners import unprotected
+from tba_hpc.run.memory import free_memory
 from tba_hpc.run.owners import BEAT_SECONDS, SILENT_OWNER_SECONDS
 
 LOCAL = re.compile(r"tmpfs|ramfs|ext[234]|xfs|btrfs|zfs|f2fs|overlay|squashfs")
@@ -46,6 +48,9 @@ VIRTUAL = re.compile(r"lo|docker\d|virbr|veth|br-|cni|flannel|cali|tun|tap|ifb|d
 
 FAST = re.compile(r"ib|hsn|opa")
 """Pattern of name prefixes of InfiniBand, Slingshot and Omni-Path interfaces."""
+
+VERSIONED = ("torch", "vllm", "deepspeed", "transformers", "numpy", "mpi4py")
+"""Packages whose versions must fit together."""
 
 UNKNOWN = "an unknown file system"
 """Type of a file system that the kernel does not list among its mounts."""
@@ -74,7 +79,7 @@ memory for three processes."""
 
 def check_capacity(facts: Facts) -> Iterator[Finding]:
     """Check that this machine has enough memory for a small run."""
-    memory = psutil.virtual_memory().available
+    memory = free_memory()
     found = f"{len(os.sched_getaffinity(0))} cores, {memory / 1e9:.1f} GB of memory available"
     if memory < LITTLE_MEMORY:
         yield warning("machine", found, "close other programs: the quickstart takes 3 GB")
@@ -135,6 +140,8 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
     """Check that there are as many GPUs as the site says, and that the installed torch can use them."""
     names, driver, newest, error = nvidia_smi()
     yield judge_gpus(facts.site.gpus_per_node, names, driver, newest, error, *installed_torch())
+    if names:
+        yield from judge_modes(_output("nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"))
 
 
 def judge_gpus(
@@ -161,6 +168,19 @@ def judge_gpus(
     if torch and not built:
         return _built_for_cpu(torch)
     return ok(GPUS, f"{len(names)} × {names[0]}, driver {driver} (CUDA {newest}), torch {torch} for {built}")
+
+
+def judge_modes(said: str) -> Iterator[Finding]:
+    """Yield a finding unless several processes can use a GPU, as a searcher and its engine do.
+
+    said: the compute modes of the GPUs, one per line, as nvidia-smi prints them.
+    """
+    if modes := sorted({mode for mode in said.split() if mode.startswith(("Exclusive", "Prohibited"))}):
+        found = (
+            f"the compute mode of GPUs is {' and '.join(modes)}, but a searcher shares its with its engine"
+        )
+        remedy = "ask for the mode Default: --gpu_cmode=shared under sbatch_options on some clusters"
+        yield problem(GPUS, found, remedy)
 
 
 def check_torch(facts: Facts) -> Iterator[Finding]:
@@ -367,6 +387,34 @@ def _own_folder(path: Path, facts: Facts) -> str | None:
     return "memory" if mount_kind(path) in IN_MEMORY else None
 
 
+def check_packages(facts: Facts) -> Iterator[Finding]:
+    """Check that no packages from elsewhere come before those of this Python's environment.
+
+    They may come from PYTHONPATH or the user's folder, and have other versions. Environments of other Pythons
+    are not checked.
+    """
+    if not facts.in_container and login_python(facts.site) == sys.executable:
+        yield from judge_packages([Path(folder) for folder in sys.path if folder], Path(sys.prefix))
+
+
+def judge_packages(folders: Sequence[Path], prefix: Path) -> Iterator[Finding]:
+    """Yield a finding about each folder with packages that come before those of the environment.
+
+    folders: where Python looks for packages, in order. prefix: folder of the environment.
+    """
+    before: dict[Path, list[str]] = {}
+    for name in VERSIONED:
+        first, *others = [folder for folder in folders if (folder / name / "__init__.py").is_file()] or [
+            prefix
+        ]
+        if not first.is_relative_to(prefix) and any(other.is_relative_to(prefix) for other in others):
+            before.setdefault(first, []).append(name)
+    for folder, names in before.items():
+        found = f"{', '.join(names)} of {folder} would be used instead of those of {prefix}"
+        remedy = "unset PYTHONPATH, or set PYTHONNOUSERSITE=1 if the folder is in your home"
+        yield warning("packages", found, remedy)
+
+
 # --- The node's own folder, model, shared memory, network ---
 
 
@@ -453,10 +501,13 @@ def check_registered_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def judge_registered_memory(said: str) -> Finding:
-    """Return the finding about registered memory. said: output of ``try_a_page``."""
+    """Return the finding about registered memory. said: output of ``try_a_page``, or an error of torch."""
     last = (said.splitlines() or ["no answer"])[-1]
     if last == "cudaError 0":
         return ok("registered memory", f"CUDA registers {SHM}: weights are copied at full speed")
+    if not last.startswith("cudaError "):
+        remedy = "if LD_LIBRARY_PATH leads to other CUDA libraries than torch's own, unset it"
+        return problem(GPUS, f"torch cannot use the GPUs ({last})", remedy)
     found = f"CUDA does not register {SHM} ({last}): copies of weights take three times as long, or more"
     return warning("registered memory", found, "ask for a newer driver, or try it outside the container")
 
@@ -471,6 +522,28 @@ def check_network(facts: Facts) -> Iterator[Finding]:
         if name in states and states[name].isup and usable and not VIRTUAL.match(name):
             speeds[name] = states[name].speed
     yield judge_network(speeds, facts.site.network_interface)
+    if facts.site.network_interface is None:
+        yield from judge_host_name(*_addresses())
+
+
+def _addresses() -> tuple[str, set[str]]:
+    """Return this machine's host name, and the addresses to which it resolves here; none if to none."""
+    name = socket.gethostname()
+    try:
+        return name, {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
+    except OSError:
+        return name, set()
+
+
+def judge_host_name(name: str, addresses: Collection[str]) -> Iterator[Finding]:
+    """Yield a finding if a node's name resolves to no address at which other nodes reach it.
+
+    gloo, with which trainer ranks of several nodes connect, uses the address of the name.
+    """
+    if all(ip_address(address.partition("%")[0]).is_loopback for address in addresses):
+        where = f"leads to {' and '.join(sorted(addresses))}" if addresses else "cannot be resolved"
+        found = f"the node's own name, {name}, {where} there, so that trainers of other nodes do not reach it"
+        yield warning("host name", found, "set network_interface in the site file to the nodes' network")
 
 
 def judge_network(speeds: Mapping[str, int], chosen: str | None) -> Finding:

@@ -10,6 +10,12 @@ from tba_hpc.checks.facts import Facts, Finding, ok, problem, warning
 from tba_hpc.launch.plan import slurm_seconds
 from tba_hpc.run.slurm_queue import mebibytes
 
+OURS = re.compile(r"--(comment|output|open-mode|signal|no-requeue)\b|-o\b")
+"""Pattern of options of sbatch that batch scripts themselves set."""
+
+CLUSTERS = re.compile(r"(?:-M\s*|--clusters?[=\s]\s*)(\S+)")
+"""Pattern of the sbatch option that sends a job to another cluster, with the cluster's name."""
+
 
 def check_mpi_plugin(facts: Facts) -> Iterator[Finding]:
     """Check that srun has the plugin that the site key mpi names, and that it fits the ranks' MPI library."""
@@ -50,6 +56,25 @@ def check_gpu_request(facts: Facts) -> Iterator[Finding]:
             f"{site.gpus_per_node} of each node (gpus_per_node)"
         )
         yield warning("GPU request", found, "set exclusive: true, unless jobs always get whole nodes")
+
+
+def check_options(facts: Facts) -> Iterator[Finding]:
+    """Check that sbatch_options leave the options alone by which the job is found, stopped and requeued."""
+    for option in facts.site.sbatch_options:
+        if OURS.match(option):
+            found = (
+                f"{option} under sbatch_options replaces an option by which tba finds, stops or requeues jobs"
+            )
+            yield warning("options", found, "leave it out; for --no-requeue, set requeue: false instead")
+
+
+def check_cluster(facts: Facts) -> Iterator[Finding]:
+    """Check that squeue and scancel will ask the cluster to which sbatch sends the job."""
+    options = [match[1] for option in facts.site.sbatch_options if (match := CLUSTERS.match(option))]
+    named = (options or [os.environ.get("SBATCH_CLUSTERS", "")])[-1]
+    if named and os.environ.get("SLURM_CLUSTERS") != named:
+        found = f"jobs go to the cluster {named} (--clusters), but squeue, scontrol and scancel ask this one"
+        yield warning("cluster", found, f"type 'export SLURM_CLUSTERS={named}' instead, which all obey")
 
 
 def check_variables(facts: Facts) -> Iterator[Finding]:

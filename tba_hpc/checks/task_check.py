@@ -17,11 +17,11 @@ from typing import Any, cast
 import numpy as np
 import yaml
 
-from tba_hpc.checks.chat_ends import CONVERSATIONS, is_chat, look_at_chat
+from tba_hpc.checks.chat_ends import ASKED, CONVERSATIONS, is_chat, look_at_chat
 from tba_hpc.checks.resources import find_file, missing, missing_sentence
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.config.variants import OwnObjective
-from tba_hpc.core.model_files import fault
+from tba_hpc.core.model_files import fault, unfit
 from tba_hpc.core.own_code import find_function, is_own
 from tba_hpc.core.ports import ChatTokenizer, Tokenizer, Victim
 from tba_hpc.core.prompts import prompt_room, refuse_few_prompts, refuse_long_prompts
@@ -58,6 +58,8 @@ def check(config: Config, *, try_rewards: bool = False) -> None:
     refuse_few_prompts(task, config)
     if isinstance(tokenizer, FileTokenizer) and isinstance(task, Rows):
         warn_of_control_tokens(task, tokenizer)
+        if is_chat(config) and tokenizer.has_chat:
+            warn_of_rendered_rows(task, tokenizer)
     if try_rewards and isinstance(task, Jsonl):
         task.try_rewards(config.launch.silence_seconds)
 
@@ -68,15 +70,8 @@ def warn_of_control_tokens(task: Rows[Any], tokenizer: FileTokenizer) -> None:
     Special tokens that all prompts contain are ignored, since
     they come from the task's template.
     """
-
-    def written(prompt: Prompt) -> np.ndarray:
-        messages = task.given_messages(task.row(prompt)) if isinstance(task, Jsonl) else None
-        if messages is None:
-            return prompt.tokens
-        return tokenizer.encode("\n".join(message["content"] for message in messages))
-
     prompts, special = task.prompts("train"), tokenizer.control_tokens
-    found = [tokens[np.isin(tokens, special)] for tokens in map(written, prompts)]
+    found = [tokens[np.isin(tokens, special)] for tokens in _written(task, tokenizer)]
     fewest = min(map(len, found))
     odd = [number for number, tokens in enumerate(found) if len(tokens) > fewest]
     if odd:
@@ -85,6 +80,35 @@ def warn_of_control_tokens(task: Rows[Any], tokenizer: FileTokenizer) -> None:
             f"{len(odd)} of {len(found)} train prompts contain special tokens in their text, such as {token} "
             f"in {text[:60]!r}: the model obeys them, so remove them from the rows unless they are intended"
         )
+
+
+def warn_of_rendered_rows(task: Rows[Any], tokenizer: FileTokenizer) -> None:
+    """Log a warning if training rows begin with a special token with which the chat template begins.
+
+    They are probably rendered already, and would be rendered again as the text of a user's message.
+    """
+    before = tokenizer.render([ASKED], tools=(), ask=True).partition(ASKED["content"])[0]
+    opening = np.intersect1d(tokenizer.encode_rendered(before), tokenizer.control_tokens)
+    texts = _written(task, tokenizer)
+    begun = [tokens[:1] for tokens in texts if len(tokens) and tokens[0] in opening]
+    if begun:
+        token = tokenizer.decode_whole(begun[0])
+        log.warning(
+            f"{len(begun)} of {len(texts)} train prompts begin with {token}, as the chat template does, and "
+            "become a user's message: set task.options.chat=false if the rows are rendered already"
+        )
+
+
+def _written(task: Rows[Any], tokenizer: FileTokenizer) -> list[np.ndarray]:
+    """Return the tokens, int32 [T], of the text of each training prompt, without a chat template."""
+
+    def written(prompt: Prompt) -> np.ndarray:
+        messages = task.given_messages(task.row(prompt)) if isinstance(task, Jsonl) else None
+        if messages is None:
+            return prompt.tokens
+        return tokenizer.encode("\n".join(message["content"] for message in messages))
+
+    return [written(prompt) for prompt in task.prompts("train")]
 
 
 def _tokenizer(config: Config) -> Tokenizer | None:
@@ -109,14 +133,20 @@ def _require_fetched(config: Config, remedy: str) -> None:
 
 
 def _require_folder(path: str) -> None:
-    """Raise ConfigError if ``path`` is a folder without a complete model; a name on the hub is accepted."""
+    """Raise ConfigError if ``path`` is a folder without a complete model that can be trained.
+
+    A name on the hub is accepted, unless its copy in the cache has a fault.
+    """
+    config = find_file(path, "config.json", os.environ)
+    folder = Path(path) if Path(path).is_dir() else config.parent if config else None
+    if folder and (reason := unfit(folder)):
+        raise ConfigError(f"the folder of model.path={path} {reason}")
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ConfigError(
             f"no model can be loaded from model.path={path}, as it contains no config.json: give a folder "
             "that save_pretrained wrote"
         )
-    config = find_file(path, "config.json", os.environ)
-    if config and (found := fault(config.parent)):
+    if folder and (found := fault(folder)):
         raise ConfigError(f"the folder of model.path={path} {found}: copy or download the model again")
 
 

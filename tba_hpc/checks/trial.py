@@ -207,7 +207,9 @@ def verdict(run: RunDir, site: Site, split: Plan, hosts: Sequence[str], *, excha
     hosts: nodes that have written findings. exchanged: whether the ranks have exchanged messages.
     """
     log = "".join(log.read_text(errors="replace") for log in run.path.glob("slurm/job-*.log"))
-    trouble = first_note(run.attempt, "*") or "; ".join(list(dict.fromkeys(TROUBLE.findall(log)))[:3])
+    refused = [str(event["sentence"]) for event in read_events(run) if event["event"] == "refused"]
+    lines = refused or list(dict.fromkeys(TROUBLE.findall(log)))[:3]
+    trouble = first_note(run.attempt, "*") or "; ".join(lines)
     trouble = trouble or "no error in its log"
     ranks, how = split.trainer.ranks + split.searcher.ranks, " ".join(["srun", *site.mpi_option])
     if len(hosts) == NODES:

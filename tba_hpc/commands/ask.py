@@ -1,6 +1,6 @@
 """``tba ask``: asks a run's model, or any other model, a question and prints the answers.
 
-It uses transformers instead of an engine, because that is ready sooner. The answers are not scored.
+The model runs in transformers, which is ready sooner than an engine. The answers are not scored.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MAX_TOKENS = 256
 class Reply:
     """Answer of the model.
 
-    truncated: whether a limit of tokens or turns ended it. tokens: number of tokens, with the end-of-sequence
-    token. failed: whether the task's environment failed. fault: the environment's error, or "".
+    truncated: whether a limit of tokens or turns ended it. tokens: number of tokens, including the
+    end-of-sequence token. failed: whether the task's environment failed. fault: its error, or "".
     """
 
     text: str
@@ -50,8 +50,8 @@ class Reply:
 class Asked:
     """A question, as the model saw it, and the model's answers.
 
-    model: path or hub name. device: cuda or cpu. prompt: the question with the task's or the chat template's
-    frame. max_tokens: longest answer allowed. seconds: wall time of answering, without loading the model.
+    model: path or hub name. device: cuda or cpu. prompt: the question as formatted by the task or the chat
+    template. max_tokens: longest answer allowed. seconds: wall time of answering, without loading the model.
     """
 
     model: str
@@ -78,17 +78,17 @@ def ask(
     """Load a model and let it answer a question. The config's seed (0 without a config) fixes the answers.
 
     name: a run directory, or a model's folder or hub name. config: for such a model, the config with its
-    task. overrides: settings of that config or the run's. samples: number of answers. temperature: 0 for
-    greedy answers; None: 0 for a single answer, and as in training for several. max_tokens: longest answer;
-    None: as in training. chat: whether to use the chat template; None: as the task does or, without a task,
-    if the model has a template.
+    task. overrides: settings ``key=value`` for this config or the run's. samples: number of answers.
+    temperature: 0 for greedy answers; None: 0 for a single answer, and as in training for several.
+    max_tokens: longest answer; None: as in training. chat: whether to use the chat template; None: as the
+    task does or, without a task, if the model has a template.
 
     Raises ConfigError if there is no such run or model, if the model has no chat template, or if the question
     is too long.
     """
     if samples > 1 and temperature == 0:
         raise ConfigError(
-            f"--samples {samples} with --temperature 0 would give the same answer each time: leave out one"
+            f"--samples {samples} with --temperature 0 would give the same answer each time: leave one out"
         )
     settings, model = _load(name, config, overrides or [])
     section = settings.generator if settings else GeneratorSection(temperature=1.0, max_tokens=MAX_TOKENS)
@@ -133,7 +133,7 @@ def _reply(text: str, answer: Completion) -> Reply:
 
 
 def _load(name: str, config: Path | None, overrides: list[str]) -> tuple[Config | None, HfAnswers]:
-    """Load the config, None without a run and a file ``config``, and the model. Raises ConfigError."""
+    """Return the config of the run or file, None if there is neither, and the model. Raises ConfigError."""
     refuse_missing(name)
     from tba_hpc.learner.hf_answers import HfAnswers
 
@@ -170,7 +170,7 @@ def _serve(model: ModelSection, generator: GeneratorSection, **_: object) -> Vic
 
 
 def _room(settings: Config, prompt_tokens: int, max_tokens: int) -> int:
-    """Return ``max_tokens``, or what the context has left if that is less. Raises ConfigError if none is."""
+    """Return ``max_tokens``, or what is left of the context if less. Raises ConfigError if nothing is."""
     left = settings.model.context_length - prompt_tokens
     if left < 1:
         raise ConfigError(

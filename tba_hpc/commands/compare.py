@@ -29,7 +29,7 @@ INDEPENDENT = "those of differences treat the prompts of two runs as independent
 """Remark on the intervals of differences."""
 
 LEFT_OUT = "KL and perplexity are left out: these runs have different references"
-"""Remark in place of these figures."""
+"""Remark in place of the figures OF_REFERENCE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Compared:
 
     gain: final score of this run minus that of the first run, with an interval that treats the prompts of
     the two as independent. It is None for the first run, if a score is missing, and if the scores do not
-    measure the same.
+    measure the same thing.
     """
 
     name: str
@@ -73,7 +73,7 @@ def _score_of(data: RunData) -> tuple[object, ...]:
 def config_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
     """Return a row for each config key whose values differ, with a column per run.
 
-    Paths to the same file by way of ``..`` do not differ.
+    Absolute paths that differ only in ``..`` count as equal.
     """
     each = [differences(runs[0].data.config, run.data.config) for run in runs]
     of_base = {key: was for pairs in each for key, (was, _) in pairs.items() if key not in NAMES}
@@ -107,7 +107,7 @@ def score_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
 
 
 def share_reference(runs: Sequence[Compared]) -> bool:
-    """Return whether all runs that compute log π_ref do so by the same frozen model, at one temperature."""
+    """Return whether all runs that compute log π_ref use the same frozen model, at the same temperature."""
     models = {
         (
             config.model.path,

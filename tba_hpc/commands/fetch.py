@@ -38,13 +38,13 @@ def fetch(config: Config, site: Site | None) -> None:
     """Download the models and data sets that ``config`` names, and print a line about each.
 
     site: cluster whose cache is filled; None for this user's own cache. Raises ConfigError if something is
-    still missing at the end, or if it cannot be told where the cache is.
+    still missing at the end, or if the cache cannot be located.
     """
     environment = _environment(site)
     python = login_python(site) if site else sys.executable
     if not os.access(python, os.X_OK):
         raise ConfigError(
-            f"{python} cannot be started here: let the site key venv name an environment that this machine "
+            f"{python} cannot be started here: set the site key venv to an environment that this machine "
             "sees, too; or leave --site out and set HF_HOME as it is on the nodes"
         )
     print(f"into {hub_home(environment)}", flush=True)
@@ -64,7 +64,7 @@ def _environment(site: Site | None) -> dict[str, str]:
         if "$" in environment.get(name, ""):
             raise ConfigError(
                 f"{name}={environment[name]} of the site file contains a variable that is not set here: set "
-                "that as it is on the nodes, and call the command again"
+                "this variable as it is on the nodes, and call the command again"
             )
     return {name: value for name, value in environment.items() if name not in OFFLINE}
 
@@ -117,7 +117,7 @@ def _download_model(name: str) -> None:
     files = HfApi().list_repo_files(name)
     top = [file for file in files if "/" not in file]
     pickled = [] if not any(Path(file).match(SAFETENSORS) for file in top) else [PICKLED]
-    # Of the repository's folders only texts: they hold weights in other formats, or for other libraries.
+    # Folders hold weights in other formats or for other libraries, so only their text files are downloaded.
     below = [file for file in files if "/" in file and not file.endswith((".json", ".txt"))]
     snapshot_download(name, ignore_patterns=[*OTHER_FORMATS, *pickled, *below])
 

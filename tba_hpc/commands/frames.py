@@ -87,7 +87,7 @@ class RunFrames:
 
 
 def _frame(rows: list[dict[str, Any]], columns: list[str]) -> DataFrame:
-    """Return a table of ``rows``; without any, an empty table with ``columns``.
+    """Return a table of ``rows``, or an empty table with ``columns`` if there are no rows.
 
     Raises ModuleNotFoundError if pandas is not installed.
     """

@@ -35,13 +35,13 @@ RECORDED = ("task.", "generator.", "model.logprob_temperature")
 """Prefixes of the config keys that determined the samples, so that a replay cannot change them."""
 
 NOTE = "replay.json"
-"""File in the directory of a replay that names the recorded run, and when its shards arrive."""
+"""File in a replay's directory: path of the recorded run, ``delay`` and ``at_once`` (see ``replay``)."""
 
 
 def replay(
     path: Path, overrides: Sequence[str], *, delay: int = 0, at_once: bool = False, partial: bool = False
 ) -> tuple[RunDir, Config]:
-    """Train on the shards of the run at ``path``, by its config and ``overrides``, as a run of its own.
+    """Train on the shards of the run at ``path``, with its config and ``overrides``, as a run of its own.
 
     The replay is a run directory beside the recorded one, and another call resumes it. Each shard arrives
     ``delay`` steps after the step at which it arrived in the recorded run. at_once: all shards arrive before
@@ -73,7 +73,7 @@ def replay(
 
 
 class Unhurried(Freshness):
-    """Freshness of data in a replay. Shards arrive as recorded, so that no step has to wait for new ones."""
+    """Freshness of data in a replay: shards arrive as recorded, so no step waits for new ones."""
 
     def starved(self, step: int) -> bool:
         """Return False: no step waits for a shard, since each comes at its recorded step."""
@@ -93,9 +93,9 @@ def train_on(
 ) -> bool:
     """Train in this process on recorded shards, from the replay's newest checkpoint if it has one.
 
-    run, config: the replay. read: function that reads a shard. learner: None for a DeepSpeedLearner with one
-    rank. If the shards are used up before the last step, the model is exported as it is then. The model is
-    not evaluated. Returns whether the last step was taken.
+    run, config: those of the replay. read: function that reads a shard. learner: None for a DeepSpeedLearner
+    with one rank. If the shards are used up before the last step, the model is exported as it is then. The
+    model is not evaluated. Returns whether the last step was taken.
     """
     verify_checkpoints(run)
     if learner is None:

@@ -48,7 +48,7 @@ class Submission:
     config: a YAML file, the name of a shipped config, or a run directory. site: a site file, or the name of a
     shipped one. nodes: nodes of the job; trainer_nodes: how many of them train. time: wall time, as sbatch
     takes it. homogeneous: whether both roles share one allocation instead of a het job. overrides: settings
-    ``key=value`` of the config. run_root: folder of the run directory. after: a run whose job must end first.
+    ``key=value`` of the config. run_root: parent of the run directory. after: a run whose job must end first.
     options: further options of sbatch, such as ``--time-min=60``. chain: number of jobs, one after another.
     here: id of the Slurm job that runs this command, if the script is for the nodes of that job; else "".
     """
@@ -103,7 +103,7 @@ class Submission:
         """
         refuse_rank_overrides(self.overrides)
         root = [f"run.root={json.dumps(str(self.run_root))}"] if self.run_root else []
-        path, overrides = as_it_lies(self.config, [*self.overrides, *root])
+        path, overrides = file_and_overrides(self.config, [*self.overrides, *root])
         # Loaded for the plan, which gives the number of trainers; until then 1, which every config allows.
         first = load_config(path, [*overrides, "launch.trainers=1"])
         split = plan(first, site, self.nodes, self.trainer_nodes, homogeneous=self.homogeneous)
@@ -123,11 +123,11 @@ def _given(site: Site) -> dict[str, object]:
     }
 
 
-def as_it_lies(path: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:
+def file_and_overrides(path: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the config file at ``path``, which may be a run directory, and the overrides to load it with.
 
-    For a run directory these are its frozen config, and a further override that sets run.root to the
-    directory's parent, in case it has been moved. Raises ConfigError if the directory does not have the name
+    For a run directory the file is its frozen config, and one more override sets run.root to the directory's
+    parent, in case the directory has been moved. Raises ConfigError if the directory does not have the name
     of its run.
     """
     if not path.is_dir():
@@ -152,7 +152,7 @@ def load_anchored(path: Path, overrides: Sequence[str]) -> Config:
 def default(kind: shipped.Kind, name: str) -> Path:
     """Return the shipped file ``name``, which is used if the user names none; print its path on stderr."""
     file = shipped.files(kind)[name]
-    print(f"no --{kind.removesuffix('s')} given, so this one: {file}", file=sys.stderr)
+    print(f"no --{kind.removesuffix('s')} given, using {file}", file=sys.stderr)
     return file
 
 
@@ -186,12 +186,13 @@ def parse_seeds(text: str) -> list[int]:
     return list(dict.fromkeys(seed for span in spans for seed in span))
 
 
-def nodes_of_this_job(*, ready: bool) -> int:
-    """Return the number of nodes of the Slurm job that runs this command, if the user gave none.
+def nodes_of_this_job(*, print_only: bool) -> int:
+    """Return the default of ``--nodes``: the number of nodes of the Slurm job that runs this command.
 
-    ready: whether the job's own nodes may be meant. Raises ConfigError if not, or outside a job.
+    Raises ConfigError outside a job, or unless the script is only printed: a submitted job has nodes of its
+    own.
     """
-    if ready and (nodes := os.environ.get("SLURM_JOB_NUM_NODES")):
+    if print_only and (nodes := os.environ.get("SLURM_JOB_NUM_NODES")):
         return int(nodes)
     raise ConfigError("--nodes is missing: say how many nodes the job is to have")
 
@@ -258,8 +259,8 @@ def script_of(
     """Return the batch script of a run. Raises ConfigError.
 
     split: which ranks run on which nodes. after: id of the job that must end first. chained: whether that job
-    belongs to the same run. code: folder of the run with a copy of this package; None while there is no run
-    directory. Jobs in a container use the container's package.
+    belongs to the same run. code: the run's copy of this package; None while there is no run directory. Jobs
+    in a container use the container's package.
     """
     if not config.one_world:  # without an MPI world srun alone numbers the ranks, and no MPI is loaded
         site = site.model_copy(update={"mpi": "none"})
@@ -282,9 +283,9 @@ def again(submission: Submission, run: RunDir) -> str:
 
 
 def _typed() -> list[object]:
-    """Return the words before the options of a command like the user's: ``tba submit`` or tools/submit.py.
+    """Return the user's command without its options, as words: ``tba submit`` or tools/submit.py.
 
-    The paths in them are absolute, so that the command works in any folder.
+    Its paths are made absolute, so that the command works in any folder.
     """
     program = Path(sys.argv[0]).absolute()
     if program.name == "__main__.py":

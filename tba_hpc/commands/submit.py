@@ -57,7 +57,7 @@ class Ready:
     after: str | None
 
     def script(self, link: str | None = None) -> str:
-        """Return the batch script. link: id of the job before it in the run's chain, if any."""
+        """Return the batch script. link: id of the previous job of the run's chain, if any."""
         code, after = snapshot.place(self.run.path), link or self.after
         return script_of(self.config, self.split, self.site, after=after, chained=link is not None, code=code)
 
@@ -102,7 +102,7 @@ def _check(submission: Submission, found: dict[Path, list[Finding]]) -> Ready:
     """
     site = submission.load_site()
     config, split = submission.resolve(site)
-    if not (site.setup or site.modules):  # otherwise these may set the variables that are required here
+    if not (site.setup or site.modules):  # either may set the required variables in the job
         require_addresses(config, job_environment(site))
     if new := submission.config not in found:
         found[submission.config] = _warnings(config, split, site, submission)
@@ -149,7 +149,7 @@ def _left_out(script: str) -> list[Finding]:
 
 
 def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
-    """Return the id of the last job of the run at ``path``; None and a warning if it has ended."""
+    """Return the id of the last job of the run at ``path``; None and a warning if that job has ended."""
     last = last_job(path)
     if slurm_queue.active_job(RunDir.open(path)):
         return last, []
@@ -301,9 +301,9 @@ def submit_elastic(
 
 
 def _searchers(config: Config, site: Site, nodes: int) -> Component:
-    """Return how many searchers a node runs, and with what. Raises ConfigError for too few or many nodes.
+    """Return the component of one node, with as many searchers as fit on it.
 
-    Too many are those whose searchers would exceed ``launch.elastic``.
+    Raises ConfigError if no node is requested, or more searchers than ``launch.elastic``.
     """
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes} starts nothing: ask for at least 1")

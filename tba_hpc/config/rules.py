@@ -106,11 +106,11 @@ def _of_sampling(config: Config) -> Iterator[str]:
     if generator.tempered_range and not 0 < generator.tempered_range[0] <= generator.tempered_range[1]:
         yield "{generator.tempered_range} is not a range: give the lower temperature first, above 0"
     if generator.min_tokens > generator.max_tokens:
-        yield "{generator.min_tokens} is above {generator.max_tokens}: lower the first or raise the second"
+        yield "{generator.min_tokens} is above {generator.max_tokens}: lower min_tokens or raise max_tokens"
     if generator.max_tokens >= config.model.context_length:
         yield (
-            "{generator.max_tokens} leaves no room for a prompt in {model.context_length}: lower the first "
-            "or raise the second"
+            "{generator.max_tokens} leaves no room for a prompt in {model.context_length}: lower max_tokens "
+            "or raise context_length"
         )
     if objective.own_samples and config.model.logprob_temperature not in (None, generator.temperature):
         yield (
@@ -206,12 +206,12 @@ def _of_the_buffer(config: Config) -> Iterator[str]:
     if sampled < train.completions_per_prompt:
         yield (
             "{generator.completions_per_prompt} is below {train.completions_per_prompt}: a group could never "
-            "be filled; raise the first to at least the second"
+            "be filled; raise generator.completions_per_prompt"
         )
     if buffer.initial_completions > buffer.capacity:
         yield (
-            "{buffer.initial_completions} can never be reached with {buffer.capacity}: lower the first or "
-            "raise the second"
+            "{buffer.initial_completions} can never be reached with {buffer.capacity}: lower "
+            "initial_completions or raise capacity"
         )
     for name in ("capacity_per_prompt", "capacity"):
         if getattr(buffer, name) < train.completions_per_prompt:

@@ -1,4 +1,4 @@
-"""Finds faults in a model's files by their names, sizes and headers, without reading the weights."""
+"""Finds faults in a model's files by names, sizes, headers and settings, without reading the weights."""
 
 from __future__ import annotations
 
@@ -32,6 +32,27 @@ def fault(folder: Path) -> str | None:
         return f"lacks {parts[0]}"
     files = sorted(file for file in folder.iterdir() if file.suffix in CHECKED and file.is_file())
     return next((f"holds {file.name}, {found}" for file in files if (found := _fault_of(file))), None)
+
+
+def unfit(folder: Path) -> str | None:
+    """Return why a model's weights cannot be trained, and the remedy, as the end of a sentence, or None.
+
+    They may be quantized. Or the folder may hold an adapter, which transformers would add to the weights,
+    and engines would not.
+    """
+    if (folder / "adapter_config.json").is_file():
+        return (
+            "holds a LoRA adapter (adapter_config.json): merge it into its model (peft's merge_and_unload, "
+            "then save_pretrained) and give that folder; if it is merged already, remove the adapter's files"
+        )
+    try:
+        kind = json.loads((folder / "config.json").read_text("utf-8"))["quantization_config"]["quant_method"]
+    except (OSError, ValueError, LookupError, TypeError):  # not quantized, or refused later by transformers
+        return None
+    return (
+        f"holds quantized weights ({kind}), which cannot be trained: give the same model in bfloat16 or "
+        "float32 (generator.engine={quantization: fp8_per_channel} quantizes engines alone)"
+    )
 
 
 def _fault_of(file: Path) -> str | None:

@@ -17,14 +17,14 @@ from tba_hpc.config import GeneratorSection, ModelSection, Section
 from tba_hpc.core.types import Sampling
 
 LENGTH_BYTES = 4
-"""Bytes of the number before each message that gives the message's length."""
+"""Size of the number that precedes each message and gives the message's length, bytes."""
 
 READ_BYTES = 1 << 20
 """Largest number of bytes read from the socket at once."""
 
 
 class EngineSettings(Section):
-    """Settings of an engine, sent to its process as JSON on standard input. seed: of vLLM's sampler."""
+    """Settings of an engine, sent to its process as JSON on standard input. seed: seed of vLLM's sampler."""
 
     model: ModelSection
     generator: GeneratorSection
@@ -101,7 +101,10 @@ class Loaded(Message):
 
 
 class Misfit(Message):
-    """Answer that vLLM's model did not accept all of the last weights. reason: cause and remedy."""
+    """Answer that vLLM's model did not accept all of the last weights.
+
+    reason: cause and remedy, as the continuation of "its model".
+    """
 
     reason: str
 
@@ -126,8 +129,8 @@ class Finished(Message):
 class Progress(Message):
     """Answer with finished requests; also sent many times a second as a sign of life.
 
-    All figures count from the last Progress. busy_seconds: time inside vLLM's step. ended: number of
-    completions that ended, also of requests that have not finished. computed: number of tokens computed.
+    All figures are of the time since the last Progress. busy_seconds: time inside vLLM's step. ended: number
+    of completions that ended, also of requests that have not finished. computed: number of tokens computed.
     recomputed: how many of these had been computed before, and were lost when weights were loaded.
     """
 

@@ -69,7 +69,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",  # otherwise vLLM reports each start to its makers
 }
 GPU_ENVIRONMENT = {
-    "VLLM_FLOAT32_MATMUL_PRECISION": "high",  # as learner and reference multiply: hf_model.use_tensor_cores
+    "VLLM_FLOAT32_MATMUL_PRECISION": "high",  # like learner and reference: hf_model.use_tensor_cores
 }
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # one core per rank, unless the user sets more
@@ -165,7 +165,7 @@ def require_kernels() -> None:
     current_platform.import_kernels()
     folder = Path(str(vllm.__file__)).resolve().parent  # the path in /proc/self/maps has no symbolic links
     loaded = Path("/proc/self/maps").read_bytes()
-    if os.fsencode(f"{folder}/_C") in loaded:  # how the name goes on depends on the processor
+    if os.fsencode(f"{folder}/_C") in loaded:  # the rest of the name depends on the processor
         return
     for extension in sorted(folder.glob("_C*.so")):
         try:
@@ -192,7 +192,10 @@ def tell_stages(channel: Channel[Command]) -> None:
 
 
 def build(settings: EngineSettings) -> LLM:
-    """Build the engine; the weights in the model's files are version 0. Raises ValueError if vLLM refuses."""
+    """Build the engine, with the model's own weights as version 0.
+
+    Raises ValueError if vLLM refuses the settings.
+    """
     # Imported after prepare_environment(), because vllm reads the environment when it is imported.
     from vllm import LLM
 
@@ -219,7 +222,9 @@ def build(settings: EngineSettings) -> LLM:
         **top | (graphs if on_gpu else {"enforce_eager": True} | generator.engine),
     )
     if settings.top_logprobs > (tokens := llm.llm_engine.vllm_config.model_config.get_vocab_size()):
-        raise ValueError(f"train.score_centering={settings.top_logprobs} is more than its {tokens} tokens")
+        raise ValueError(
+            f"train.score_centering={settings.top_logprobs} exceeds its vocabulary of {tokens} tokens"
+        )
     llm.llm_engine.set_weight_version("0")
     temperature = model.policy_temperature
     if temperature != 1 and not all(llm.collective_rpc("divide_logits", args=(temperature,))):
@@ -232,9 +237,8 @@ def build(settings: EngineSettings) -> LLM:
 def with_graphs(engine: Mapping[str, Any], sequences: int, kind: str = "") -> dict[str, Any]:
     """Return vLLM's arguments ``engine``, with CUDA graphs for batches of up to ``sequences`` sequences.
 
-    Sizes of graphs that ``engine`` sets stay. vLLM's default sizes end at 512 tokens, and larger batches
-    would be decoded without graphs. kind: cudagraph_mode that replaces the one in ``engine``; empty: keep
-    that one.
+    If ``engine`` sets sizes of graphs, they stay. vLLM's default sizes end at 512 tokens, and larger batches
+    would be decoded without graphs. kind: cudagraph_mode to use instead of that in ``engine``; "" keeps it.
     """
     compilation = engine.get("compilation_config") or {}
     compilation = {"mode": compilation} if isinstance(compilation, int) else compilation
@@ -269,7 +273,7 @@ class Engine:
         self._busy = 0.0  # seconds inside steps since the last Progress
         self._open = 0  # unfinished completions at the last Progress
         self._computed = self._recomputed = 0  # tokens since the last Progress
-        self._lost: dict[str, int] = {}  # by sequence: how many tokens must be computed again
+        self._lost: dict[str, int] = {}  # by sequence: number of its first tokens to compute again
         self._scheduler.schedule = partial(self._schedule, self._scheduler.schedule)  # type: ignore[method-assign]
         self._reported = time.monotonic()
 
@@ -313,8 +317,8 @@ class Engine:
         given = command.path, command.layout, command.generation
         missed = self._llm.collective_rpc("load_shared_weights", args=given)
         if names := list(dict.fromkeys(chain.from_iterable(missed))):
-            reason = f"took no new value, or not all of it, for {first_few(names)}"
-            remedy = "train a model that this version of vLLM updates as a whole"
+            reason = f"took no new value, or only a part of it, for {first_few(names)}"
+            remedy = "train a model all of whose weights this version of vLLM can replace"
             self._channel.send(Misfit(f"{reason}; {remedy}"))
             return
         # Keys and values from the old weights would give log-probabilities of neither policy.
@@ -439,9 +443,7 @@ class WeightLoader:
         if lacking := [name for name in wanted if name not in base]:
             return f"has no {first_few(lacking)} in its files; save it by save_pretrained and start from that"
         if given.lora is None or identity({name: base[name] for name in wanted}) != given.lora.base:
-            return (
-                "has other weights than the trainer's, which are adapted there; give all nodes the same model"
-            )
+            return "has other weights than the trainer's base model; give all nodes the same model"
         self.lora_base = base
         return ""
 
@@ -468,7 +470,7 @@ class WeightLoader:
         return missed
 
     def divide_logits(self, temperature: float) -> bool:
-        """Divide the model's logits by ``temperature`` from now on. Returns False if no layer has any."""
+        """Divide the logits by ``temperature`` from now on. Returns False if the model computes none."""
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
         modules = self.get_model().modules()  # type: ignore[attr-defined]
@@ -480,7 +482,7 @@ class WeightLoader:
 
 @contextmanager
 def _missed(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Yield a list to which a reload of weights in the block adds names of what it does not fully replace.
+    """Yield a list that a reload in the block fills with names of weights that it did not fully replace.
 
     vLLM loads a layer only when all of its numbers have arrived. A layer that gets too few would silently
     keep its old weights, or whatever was in memory.
@@ -554,8 +556,8 @@ def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> Sam
 
     Tokens are decoded to text only if there are stop strings to find.
 
-    Requests have no seed. It would cost a Python call per sequence and token, and prevent the fast sampler on
-    a GPU. With a seed, vLLM 0.32's CPU sampler also fails when a prompt is computed in two parts.
+    Requests have no seed. A seed would cost a Python call per sequence and token, and prevent the fast
+    sampler on a GPU. With a seed, vLLM 0.32's CPU sampler also fails when a prompt is computed in two parts.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

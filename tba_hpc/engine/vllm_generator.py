@@ -56,15 +56,14 @@ STEP_SECONDS = 0.05
 """Longest wait of ``step`` for a message from the engine, s."""
 
 REBUILDS_WITHOUT_RESULT = 3
-"""Number of engines replaced in a row, without a finished group between, after which the searcher gives
-up."""
+"""Number of times in a row that a failed engine is replaced, without a finished group in between."""
 
 TRIES = 4
 """Number of times that a request gets NaN log-probabilities before the searcher gives up."""
 
 FEWER_GRAPHS = {"NONE": "", "PIECEWISE": "NONE"}
-"""Mode to try next, by the cudagraph_mode of vLLM that gave NaN log-probabilities; empty: none is left. Any
-mode that is not listed is followed by PIECEWISE, which computes attention without CUDA graphs."""
+"""Value of vLLM's cudagraph_mode to try next, by the value that gave NaN log-probabilities; empty: none.
+After any other value PIECEWISE is tried, which computes attention without CUDA graphs."""
 
 FAILED, EXITED = "failed", "ended with exit status"
 """First words of ``EngineProcess.failure`` for an engine that ended by itself: after an exception that it
@@ -106,7 +105,7 @@ BEFORE_TORCH = {
 """Environment variables that must be set before an engine's process imports torch or vLLM."""
 
 IGNORE_SIGNALS = ("sh", "-c", 'trap "" INT TERM USR1; exec "$@"', "sh")
-"""Prefix of a command that then ignores the signals to stop a run, which Slurm sends to every process."""
+"""Prefix that makes a command ignore the signals to stop a run, which Slurm sends to every process."""
 
 MPI_VARIABLES = ("OMPI_", "PMIX_", "PRTE_", "PMI_")
 """Prefixes of environment variables that an engine must not inherit. They mark a process as an MPI rank, and
@@ -207,7 +206,7 @@ class VllmGenerator:
         or was not built within ``start_seconds``. A group with NaN log-probabilities is sampled again.
 
         Raises EngineError after REBUILDS_WITHOUT_RESULT replacements without a finished group; if the first
-        two engines fail in the same way before they are ready, other than by chance (``is_permanent``); if
+        two engines fail before they are ready, in the same way and not by chance (``is_permanent``); if
         weights are not finite; or if a request gets NaN log-probabilities TRIES times.
 
         Raises ConfigError if vLLM cannot be imported, refuses the settings, fails with a PERMANENT error
@@ -287,20 +286,20 @@ class VllmGenerator:
     def _finish(self, finished: Finished) -> None:
         group = _group(self._requests[finished.request], finished)
         if any(np.isnan(one.logprobs).any() for one in group.completions):
-            self._set_aside(finished.request)
+            self._sample_again(finished.request)
             return
         self._rebuilds_in_a_row = 0
         del self._requests[finished.request]
         self._finished.append(group)
 
-    def _set_aside(self, number: int) -> None:
+    def _sample_again(self, number: int) -> None:
         """Sample the request with this number again, because it got NaN log-probabilities.
 
         An engine with CUDA graphs is first replaced by one with fewer. Raises EngineError if the newest
         weights are not finite, or if the request has got NaN log-probabilities TRIES times.
         """
         self.nan_groups += 1
-        self._require_numbers()
+        self._require_finite_weights()
         request = self._requests[number]
         self._tried[number] += 1
         if self._tried[number] == TRIES:
@@ -323,7 +322,7 @@ class VllmGenerator:
         """cudagraph_mode of the next engine; empty if the present engine has no CUDA graphs."""
         return FEWER_GRAPHS.get(self._graphs_asked or self._graphs, "PIECEWISE")
 
-    def _require_numbers(self) -> None:
+    def _require_finite_weights(self) -> None:
         """Check the newest weights once. Raises EngineError, which names a tensor, if they are not finite."""
         if self._load is self._sound or self._load is None or self._weights is None:
             return
@@ -393,7 +392,7 @@ class VllmGenerator:
 
 
 def is_permanent(failure: str) -> bool:
-    """Return whether any engine will fail if two have failed with this ``failure`` before they were ready."""
+    """Return whether a ``failure`` before the engine was ready is of a kind that another would repeat."""
     by_itself = failure.startswith((FAILED, EXITED))  # neither killed nor silent
     return by_itself and not TRANSIENT.search(failure)
 
@@ -418,8 +417,8 @@ class EngineProcess:
     """The process of an engine, in a session of its own. Its output goes to the searcher's log.
 
     Signals to the searcher's process group do not reach it. It ends when it is killed, or with the thread of
-    the searcher that started it. start_seconds: longest time until it is ready. silence_seconds: longest
-    silence after that. pid: its process id.
+    the searcher that started it. start_seconds: longest time until it is ready, s. silence_seconds: longest
+    time without a message after that, s. pid: its process id.
     """
 
     def __init__(self, settings: EngineSettings, *, start_seconds: float, silence_seconds: float) -> None:

@@ -40,7 +40,7 @@ class VllmVictim:
     def answers(self, texts: Sequence[str]) -> list[list[str]]:
         """Return ``completions_per_prompt`` sampled answers to each text, once all are finished.
 
-        Several threads may call this method; one waits for the other. Errors: see ports.Victim.
+        Several threads may call this method; their calls run one after another. Errors: see ports.Victim.
         """
         with self._turn:
             return self._ask(texts)

@@ -2,11 +2,11 @@
 
     {"prompt": "Find the bug.", "files": "…"}
 
-The program is started once per episode, within the limits of tasks.program. It reads the row as a line of
-JSON, and finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment. If a request repeats an earlier request
-and its answer, and appends messages, the model continues from exactly the tokens that were sampled. Any other
-request begins another sequence of the episode. The episode ends when the program exits. The last line of its
-output is the reward, unless task.reward is set.
+The program is started once per episode, within the limits of tasks.program. It reads such a row as a line
+of JSON, and finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment. If a request repeats an earlier
+request and its answer, and appends messages, the model continues from exactly the tokens that were sampled.
+Any other request begins another sequence of the episode. The episode ends when the program exits. The last
+line of its output is the reward, unless task.reward is set.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from tba_hpc.environments.endpoint import Endpoint
 
 PROGRAM_CHECK_SECONDS = 0.02
-"""Interval of checks whether a program has ended, s."""
+"""Interval between checks of whether a program has ended, s."""
 
 SPARE_SECONDS = 5.0
-"""Time beyond step_seconds after which a thread that waits for a program is abandoned, s."""
+"""Grace beyond step_seconds before a thread that waits for a program is abandoned, s."""
 
 LIMIT = "the episode has reached the run's limit of tokens (generator.max_tokens) or turns (max_turns)"
 """Error for requests after a limit has been reached."""
@@ -60,11 +60,11 @@ Tools = list[dict[str, Any]]
 
 @dataclass(slots=True)
 class ProgramSession:
-    """The program of one episode. The endpoint calls ``ask``; Conversations calls all other methods.
+    """The program of one episode. The endpoint calls ``ask``, Conversations ``open``, ``act`` and ``reward``.
 
     asked: the request that the model answers next. sequence: index of the sequence that this request
     continues or begins. calls: number of tool calls so far. failed_calls: number of malformed ones.
-    one_at_a_time: held while a request is read and answered.
+    one_at_a_time: lock held while a request is read and answered.
     """
 
     task: Agent
@@ -77,15 +77,16 @@ class ProgramSession:
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
     _answer: Future[Body] = field(default_factory=Future)
     _arrived: threading.Event = field(default_factory=threading.Event)
-    _known: dict[int, tuple[Tools, list[Message]]] = field(default_factory=dict)  # by sequence
+    _known: dict[int, tuple[Tools, list[Message]]] = field(default_factory=dict)  # so far, by sequence
     _key: str = field(default_factory=secrets.token_urlsafe)
     _over: str = ""
     _program: Confined | None = None
 
     async def ask(self, asked: ChatRequest) -> Body:
-        """Wait for the answer to a request, and return it. Raises RefusedError.
+        """Wait for the answer to a request, and return it.
 
         If the last request is sent again, as clients do after a lost connection, it gets the same answer.
+        Raises RefusedError if a limit is reached, or if the episode is over.
         """
         if asked != self.asked:
             self.asked, self._answer = asked, Future()
@@ -97,7 +98,7 @@ class ProgramSession:
     def open(self) -> tuple[list[Message], Tools]:
         """Start the program; return the messages and tools of its first request.
 
-        Raises ProgramError if it ends without a request, or TimeoutError if it takes too long.
+        Raises ProgramError if the program ends without a request, or TimeoutError if none comes in time.
         """
         endpoint = self.task.endpoint
         endpoint.sessions[self._key] = self
@@ -110,7 +111,7 @@ class ProgramSession:
         )
         added = self._next()
         if not added and (ended := self.end()):
-            why = f"status {ended.status} before a request that was answered: {ended.last_error}"
+            why = f"status {ended.status} before its first valid request: {ended.last_error}"
             raise ProgramError(f"{self.task.command} ended with {why.rstrip(': ')}")
         assert self.asked
         return added, self.asked.tools
@@ -136,8 +137,8 @@ class ProgramSession:
     def reward(self) -> float | None:
         """Return the reward that the program prints, or None if task.reward is set.
 
-        If a limit has ended the conversation and the program gives no reward, it is 0. Raises ProgramError if
-        there is none for another reason.
+        If a limit has ended the conversation, a program that gives no reward gets 0. Otherwise raises
+        ProgramError if the program fails, or gives no reward although task.reward is not set.
         """
         assert self._program
         cut = not self._answer.done()
@@ -156,7 +157,7 @@ class ProgramSession:
             raise
 
     def end(self) -> Ended | None:
-        """Kill the program, and refuse further requests; return its result unless an earlier call did."""
+        """Kill the program, and refuse further requests; return its result, or None after the first call."""
         self.task.endpoint.sessions.pop(self._key, None)
         self._refuse("the episode is over")
         program, self._program = self._program, None
@@ -185,7 +186,7 @@ class ProgramSession:
                 return []
         self.end()
         limit = f"step_seconds={self.task.seconds:g}"
-        raise TimeoutError(f"{self.task.command} took more than {limit} to its next request or its end")
+        raise TimeoutError(f"{self.task.command} took more than {limit} until its next request or its end")
 
     def _added(self) -> list[Message]:
         assert self.asked
@@ -286,7 +287,7 @@ class Agent(Conversational):
         ConfigError if this machine cannot start the program.
         """
         require_program(COMMAND, self.words)
-        from tba_hpc.environments.endpoint import Endpoint  # its library may be missing on a login node
+        from tba_hpc.environments.endpoint import Endpoint  # a login node may lack aiohttp
 
         self.endpoint = Endpoint()
         chat, seconds = self._chat_of(tokenizer), self.seconds + SPARE_SECONDS

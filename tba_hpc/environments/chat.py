@@ -1,8 +1,8 @@
 """A conversation as tokens: the model's sampled tokens, and between them the tokens of a chat template.
 
-Sampled tokens are never decoded and encoded again. A turn is followed by a *bridge*: the end of the model's
-message, unless the model sampled it itself, the messages that follow, and the beginning of the model's next
-message.
+Sampled tokens are kept as they are, and never encoded again from text. A turn is followed by a *bridge*: the
+end of the model's message (unless the model sampled it), the messages that follow, and the beginning of the
+model's next message.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NAMED_ARGUMENTS = (
         re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL),
     ),
 )
-"""Formats of tool calls with one element per argument: patterns of a function's name and of an argument."""
+"""Formats of tool calls with a tag per argument: patterns of the function's name and of an argument."""
 
 DEEPSEEK = "<｜tool▁sep｜>"
 """Separator between a function's name and its JSON arguments in DeepSeek's format."""
@@ -62,11 +62,12 @@ class Call(NamedTuple):
 
 
 def parse_calls(text: str) -> list[Call | str]:
-    """Parse the tool calls of a turn; a malformed one becomes an error message. Thoughts are ignored.
+    """Parse the tool calls in a turn's text, at most MOST_CALLS. A malformed call becomes an error message.
 
-    Calls are written as ``<tool_call>…</tool_call>`` around ``{"name": …, "arguments": {…}}`` (Hermes, Qwen)
-    or around the formats of Qwen 3.5, Nemotron 3 or GLM; in DeepSeek's format; as a turn that is only
-    ``{"name": …, "parameters": {…}}`` (Llama); or as ``[name(argument=…), …]`` at its beginning (LFM2).
+    Thoughts are ignored. A call is written as ``<tool_call>…</tool_call>``, around a JSON object
+    ``{"name": …, "arguments": {…}}`` (Hermes, Qwen) or the formats of Qwen 3.5, Nemotron 3 or GLM; or in
+    DeepSeek's format. Otherwise the whole turn must be ``{"name": …, "parameters": {…}}`` (Llama), or begin
+    with ``[name(argument=…), …]`` (LFM2).
     """
     said = text.rpartition("</think>")[2]
     if bodies := CALL.findall(said):
@@ -83,7 +84,7 @@ def _call(body: str) -> Call | str:
             return Call(found[1], dict(argument.findall(body)))
     try:
         call = _of_deepseek(body) if DEEPSEEK in body else json.loads(body)
-    except (ValueError, RecursionError) as error:  # also more digits, or deeper nesting, than Python reads
+    except (ValueError, RecursionError) as error:  # no JSON, too many digits, or too deep
         return f"error: the call is not JSON ({error})"
     name = call.get("name") if isinstance(call, dict) else None
     arguments = call.get("arguments", call.get("parameters", {})) if name else None
@@ -139,7 +140,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._tools = list(tools)
         self._options = options or {}
-        self._fit: set[str] = set()  # roles that have been tried
+        self._fit: set[str] = set()  # roles that ``require`` has accepted
         self.eos_token_id = tokenizer.eos_token_id
         self.decode = decoder(tokenizer, special=special)
         """Function that returns the text of a turn's tokens."""
@@ -157,9 +158,9 @@ class Chat:
         return self._tokenizer.encode_rendered(text)
 
     def bridge(self, turn: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
-        """Return the tokens between a turn and the next one, int32 [T], which include ``messages``.
+        """Return the bridge that follows a turn, with ``messages`` in it, int32 [T].
 
-        turn: int32 [T > 0]. If it ends with a special token, the template's own is left out.
+        turn: int32 [T > 0]. If it ends with a special token, the bridge leaves out the template's.
         """
         answer: Message = {"role": "assistant", "content": ANSWERS[0]}
         rendered = self.render([QUESTION, answer, *messages])
@@ -200,7 +201,7 @@ class Chat:
             if RESULT not in after or any(text in ends for text in said):
                 raise ConfigError(
                     f"the chat template of model.path rewrites or drops earlier text when a {role} message "
-                    "follows, but the model must be shown what it was trained on: give its "
+                    "follows, but training keeps all text as it was sampled: give the model's "
                     "tokenizer_config.json a chat_template that only appends, or use another model"
                 )
         self._fit.add(role)

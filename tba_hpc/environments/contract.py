@@ -17,7 +17,7 @@
             return float(self.left == 0)
 
 A class may also have ``step(messages) -> (messages, done, reward)``, which answers turns without tool calls.
-The sum of its rewards is the episode's reward, unless there is ``get_reward``. With task.reward an
+The rewards of ``step`` add up to the episode's reward, unless there is ``get_reward``. With task.reward an
 environment needs no reward of its own. Slow preparations belong in a classmethod ``prepare()``, which a
 searcher calls once before the first episode.
 """
@@ -31,6 +31,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -53,7 +54,7 @@ ERROR_CHARS = 300
 """Largest number of characters that the model sees of an error."""
 
 ARGUMENT = re.compile(r"\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
-"""Line of a docstring that describes an argument."""
+"""Pattern of a docstring's line about an argument, with its name and its description as groups."""
 
 
 class Contract:
@@ -61,7 +62,7 @@ class Contract:
 
     key: config key that names the class. name: ``module:Class``. max_chars: length limit of a tool's
     result. seconds: time limit of the environment's work in a turn. Tool calls begin only in the first half
-    of it, so that a call may take the other half.
+    of that time, which leaves the other half to the last call.
     """
 
     def __init__(self, key: str, name: str, *, max_chars: int, seconds: float = math.inf) -> None:
@@ -74,7 +75,7 @@ class Contract:
         names = [name for name in found if not name.startswith("_") and name not in NO_TOOLS]
         self.tools: dict[str, TypeAdapter[Any]] = {}
         self.schemas: list[dict[str, Any]] = []
-        self.arguments: dict[str, dict[str, Any]] = {}  # of each tool: schemas of its arguments, by name
+        self.arguments: dict[str, dict[str, Any]] = {}  # by tool: schemas of its arguments by name
         for name in names:
             self._require_arguments_by_name(name)
             self._add_tool(name, found[name])
@@ -107,7 +108,7 @@ class Contract:
             )
 
     def _add_tool(self, name: str, method: Callable[..., Any]) -> None:
-        """Add a tool that checks and converts its arguments by the type hints of a method, and calls it."""
+        """Add a tool that converts its arguments by the type hints of ``method``, and calls ``method``."""
         try:
             self.tools[name] = TypeAdapter(cast(Any, method))
             parameters = _parameters(self.tools[name], method)
@@ -122,15 +123,18 @@ class Contract:
         self.arguments[name] = parameters["properties"]
 
     def require(self, row: Mapping[str, object], line: str) -> None:
-        """Raise ConfigError if a row lacks a field that ``reset`` needs. line: name of the row in errors."""
+        """Raise ConfigError if a row lacks a field that ``reset`` needs. line: what errors call the row."""
         lacking = [name for name, needed in self._named.items() if needed and name not in {**row, "seed": 0}]
         if lacking:
             raise ConfigError(f"{self._key}: reset() takes {lacking[0]!r}, which {line} lacks: add the field")
 
     def fields(self, row: Mapping[str, object], seed: int) -> dict[str, object]:
-        """Return the arguments of ``reset``: fields of the row, and ``seed`` unless the row has one."""
+        """Return the arguments of ``reset``: fields of the row, and ``seed`` unless the row has one.
+
+        The fields are copies, because other episodes get the same row.
+        """
         given = {"seed": seed} if "seed" in self._named else {}
-        return given | {name: row[name] for name in row if self._takes_all or name in self._named}
+        return given | {name: deepcopy(row[name]) for name in row if self._takes_all or name in self._named}
 
 
 def _parameters(tool: TypeAdapter[Any], method: Callable[..., Any]) -> dict[str, Any]:
@@ -165,9 +169,10 @@ def _arguments(text: str) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Session:
-    """One environment during an episode. Methods run the user's code, and raise its exceptions.
+    """One environment during an episode. Errors of tools are results; methods raise all other errors.
 
-    calls: number of tool calls so far. failed_calls: number of those that returned an error.
+    row, seed: what ``reset`` may take. calls, failed_calls: numbers of all tool calls and of failed ones so
+    far.
     """
 
     contract: Contract
@@ -187,8 +192,8 @@ class Session:
     def act(self, text: str, messages: Sequence[Message]) -> tuple[list[Message], bool]:
         """Answer the model's turn, ``text``: run the tools that it calls, or else the environment's ``step``.
 
-        Returns the new messages, and whether the episode is over. messages: the whole conversation, which
-        ``step`` is given.
+        Returns the new messages, and whether the episode is over. messages: the conversation, including
+        this turn, for ``step``.
         """
         if self.contract.tools and (calls := parse_calls(text)):
             end = time.monotonic() + self.contract.seconds / 2
@@ -209,7 +214,7 @@ class Session:
         return float(_result_of(self._environment.get_reward())) if self.contract.has_reward else self._sum
 
     def _result(self, call: Call | str, end: float) -> Message:
-        """Return a call's result as a message, which is an error if the call fails or comes after ``end``."""
+        """Return the message that answers a call. It is an error if the call fails or comes after ``end``."""
         if isinstance(call, str):
             return {"role": "tool", "name": "error", "content": call}
         if time.monotonic() > end:
@@ -239,7 +244,7 @@ def _result_of(result: Any) -> Any:
 
 
 def _parsed(value: object, schema: Mapping[str, Any]) -> object:
-    """Return an argument of a call; parse a string as JSON if the parameter has another type."""
+    """Return an argument of a call, parsed as JSON if it is a string but ``schema`` allows no strings."""
     kinds = [one.get("type") for one in schema.get("anyOf", [schema])]
     if not isinstance(value, str) or "string" in kinds or not schema.keys() & {"type", "anyOf", "$ref"}:
         return value

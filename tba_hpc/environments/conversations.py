@@ -41,7 +41,7 @@ from tba_hpc.core.types import (
 )
 from tba_hpc.environments.chat import Chat
 
-if TYPE_CHECKING:  # it imports this module
+if TYPE_CHECKING:  # environments.task imports this module
     from tba_hpc.environments.task import Conversational
 
 Reaction = tuple[Sequence[Message], bool]
@@ -51,15 +51,15 @@ PAUSE_SECONDS = 0.005
 """Longest wait for an environment while the engine is idle, s."""
 
 MOST_HANGING = 64
-"""Number of hanging calls, whose threads cannot be ended, at which the run ends."""
+"""Number of hanging calls at which the run ends, because their threads cannot be ended."""
 
 
 @dataclass(slots=True, eq=False)
 class OpenGroup:
-    """The group of a request whose episodes have not all ended. Each that ends adds its completion.
+    """The group of a request while some of its episodes are open.
 
-    completions: by the episode's place in the group. versions: int32 [n, 2], the versions of the weights that
-    sampled the first and the last turn of each episode.
+    completions: those of the ended episodes, by place in the group. versions: int32 [n, 2], the versions of
+    the weights that sampled the first and the last turn of each episode.
     """
 
     request: Request
@@ -105,7 +105,7 @@ class Episode:
 
     @property
     def context(self) -> list[np.ndarray]:
-        """Parts of the present sequence so far, for sequence 0 with the prompt; empty if it has not begun."""
+        """Tokens of the current sequence so far, in parts. Sequence 0 begins with the prompt."""
         parts = zip(self.tokens, self.sequences, strict=True)
         own = [tokens for tokens, sequence in parts if sequence == self.sequence]
         return own if self.sequence else [self.prompt.tokens, *own]
@@ -113,11 +113,11 @@ class Episode:
     def add(
         self, tokens: np.ndarray, logprobs: np.ndarray | None = None, top: np.ndarray | None = None
     ) -> None:
-        """Append tokens, int32 [T], to the present sequence.
+        """Append tokens, int32 [T], to the current sequence.
 
         logprobs: float32 [T]. top: TOP_LOGPROBS [T, C], the likeliest tokens at each position. Both are None
-        for an environment's tokens. The first part after the prompt is always sampled; the first part of any
-        further sequence never is.
+        for an environment's tokens. The first part of sequence 0 must be sampled; the first part of any later
+        sequence must not.
         """
         if logprobs is None:
             logprobs = np.full(len(tokens), np.nan, np.float32)
@@ -133,7 +133,7 @@ class Conversations:
     """The Generator of a task with an environment; see the module's docstring.
 
     at_once: number of environments that work concurrently. seconds: time limit of an environment's work in a
-    turn. partner: what drives the conversations, in errors.
+    turn. partner: what the policy talks with, as errors name it.
     """
 
     partner = "environment"
@@ -165,7 +165,7 @@ class Conversations:
 
     @property
     def in_flight(self) -> int:
-        """Number of turns in the engine, but at least half the number of open episodes.
+        """Number of turns in the engine, or half the number of open episodes if that is larger.
 
         A caller begins new episodes while this is below the number that the engine decodes at a time. Up to
         twice that number can thus be open while environments work.
@@ -203,9 +203,9 @@ class Conversations:
         self._generator.close()
 
     def _work(self, episode: Episode, call: Callable[[], Any], then: Callable[[Episode, Any], None]) -> None:
-        """Run ``call`` in a thread, and later ``then`` with its result. If one raises, the episode fails.
+        """Run ``call`` in a thread; later, in ``step``, run ``then`` with its result.
 
-        Neither happens to a training episode once the run's last weights have come.
+        If either raises, the episode fails. Neither runs for a training episode after the run's last weights.
         """
 
         def work() -> Any:
@@ -254,7 +254,7 @@ class Conversations:
         )
 
     def _said(self, episode: Episode, turn: Group) -> None:
-        """Add a turn to its episode, and let the environment react unless the turn was truncated."""
+        """Add a turn to its episode, and let the environment react unless the token limit is reached."""
         (completion,) = turn.completions
         episode.add(completion.tokens, completion.logprobs, completion.top_logprobs)
         versions = episode.group.versions[episode.place]
@@ -317,7 +317,7 @@ class Conversations:
             self._finished.append(group.finished)
 
     def _fail(self, episode: Episode, error: BaseException) -> None:
-        """Give an episode whose environment failed the reward NaN. A ConfigError is raised instead."""
+        """End an episode with the reward NaN because of ``error``, or raise it if it is a ConfigError."""
         if isinstance(error, ConfigError):
             raise error
         if self._comes_too_late(episode):
@@ -347,8 +347,8 @@ class Job:
 class Workers:
     """Runs up to ``at_once`` jobs concurrently, each in a thread. A job fails after ``seconds``.
 
-    Results are delivered in the thread that calls ``deliver``. A thread cannot be ended: that of a hanging
-    job stays as a daemon, while the next job begins.
+    Results are delivered in the thread that calls ``deliver``. A thread cannot be ended: the thread of a
+    hanging job stays, as a daemon, while the next job begins.
     """
 
     def __init__(self, at_once: int, seconds: float) -> None:
@@ -382,7 +382,7 @@ class Workers:
         if self._hanging >= MOST_HANGING:
             raise ConfigError(
                 f"{self._hanging} calls of the environment take more than task.options.step_seconds="
-                f"{self._seconds:g} and do not end: set a timeout on what they wait for, or raise that"
+                f"{self._seconds:g} and do not end: set a timeout on what they wait for, or raise the limit"
             )
         self._fill()
 

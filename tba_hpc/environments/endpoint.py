@@ -26,7 +26,7 @@ LARGEST_BODY = 16 << 20
 """Largest size of a request, bytes."""
 
 OPEN_FILES = 1 << 16
-"""Limit on file descriptors, of which a running program takes three, unless a searcher's own is higher."""
+"""Number of file descriptors that a searcher may open; a running program takes three of them."""
 
 CLOSE_SECONDS = 5.0
 """Longest wait for the server to end, s."""
@@ -77,7 +77,7 @@ class Endpoint:
         self._thread.join(CLOSE_SECONDS)
 
     async def _answer(self, request: web.Request) -> web.Response:
-        """Answer any request; if it is refused, with an error as OpenAI's clients show it."""
+        """Answer any request, a refused one with an error in OpenAI's format."""
         try:
             return await self._accepted(request)
         except RefusedError as error:

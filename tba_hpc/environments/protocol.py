@@ -24,7 +24,7 @@ Body = Mapping[str, Any]
 """Body of a request or an answer, as in OpenAI's reference of chat completions."""
 
 MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "tba-hpc"}
-"""Description of the only model."""
+"""The only entry in the list of models."""
 
 
 def _joined(content: Any) -> str:
@@ -72,13 +72,13 @@ class ChatMessage(BaseModel):
 
     @property
     def plain(self) -> Message:
-        """The message for a template. The model's text is stripped, because some clients strip it."""
+        """The message as templates take it. The model's text is stripped, because some clients strip it."""
         own = {"content": self.content.strip()} if self.role == "assistant" else {}
         return self.model_dump(exclude_none=True) | own
 
 
 class ChatRequest(BaseModel):
-    """A request for a turn. Other parameters, or other values, are refused."""
+    """A program's request for a turn. All other parameters and values are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -104,9 +104,10 @@ class ChatRequest(BaseModel):
 
     @classmethod
     def of(cls, body: bytes, request: Request) -> ChatRequest:
-        """Parse a request for a turn of an episode of ``request``. Raises RefusedError.
+        """Parse a program's request, given as JSON. Raises RefusedError.
 
-        In evaluations temperature and top_p are ignored, because a program may give those of training.
+        request: the searcher's own; its temperature and top_p may be repeated, but not changed. In
+        evaluations both are ignored, because a program may give those of training.
         """
         try:
             asked = cls.model_validate_json(body)

@@ -1,4 +1,4 @@
-"""Tasks whose completions are conversations with the user's environment; each begins with a row of JSONL.
+"""Tasks whose completions are conversations with an environment or a program, each about a row of JSONL.
 
     {"prompt": "Buy three apples.", "budget": 5}
 
@@ -55,7 +55,7 @@ class Conversational(Jsonl):
         max_turns: number of the model's turns after which an episode ends. step_seconds: time limit for each
         reply of the environment or program, s. concurrency: number of environments or programs that may work
         at the same time, per searcher. chat_template_kwargs: variables of the chat template, such as
-        {enable_thinking: false}. options: further options, those of ``Jsonl``.
+        {enable_thinking: false}. options: those of ``Jsonl``.
         """
         super().__init__(tokenizer, chat=chat, **options)
         self.max_turns = max_turns
@@ -73,7 +73,7 @@ class Conversational(Jsonl):
             self._chat.require("tool")
 
     def require_start(self, row: Fields, line: str) -> None:
-        """Raise ConfigError if a row lacks a field that an episode needs. line: name of the row in errors."""
+        """Raise ConfigError if a row lacks a field that an episode needs. line: what errors call the row."""
 
     def _checked(self, row: Fields) -> Fields:
         tools = row.get("tools") or []
@@ -139,7 +139,7 @@ class Conversational(Jsonl):
     def text(self, completion: Completion) -> str:
         """Return the text of the model's last turn."""
         last = completion.last_turn
-        return self._said(completion.tokens if last is None else last)
+        return self._decode_completion(completion.tokens if last is None else last)
 
     def _messages(self, row: Fields) -> list[Message]:
         """Return the messages with which a conversation begins."""
@@ -157,7 +157,10 @@ class Conversational(Jsonl):
 class Environment(Conversational):
     """Task whose completions are conversations with the user's environment class."""
 
-    other_start = "reset() returned another text than before: let it follow from the row and the seed alone"
+    other_start = (
+        "reset() returned a different text in an earlier episode of the row: let it depend on the row and "
+        "the seed alone"
+    )
 
     def __init__(
         self,

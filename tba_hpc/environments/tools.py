@@ -32,7 +32,7 @@ LONGEST_EXPRESSION = 200
 
 
 class Calculator:
-    """Environment with a calculator, whose operations are all fast."""
+    """Environment with a calculator that has only fast operations."""
 
     def reset(self) -> None:
         """Do nothing, because there is nothing to reset."""

@@ -6,7 +6,7 @@
 
 Rollouts run unchanged in a process of that Python (``verifiers_host.py``). A rollout's request to its model
 is a request for the next turn of a conversation. ``python -m tba_hpc.environments.verifiers module:Sums N``
-prints the rows of the first N tasks, which contain the beginnings of their rollouts.
+prints a row for each of the first N tasks, with the messages and tools with which its rollout begins.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ Line = dict[str, Any]
 
 
 class Host:
-    """Connection to the process of verifiers. Raises ConfigError if the process ends."""
+    """Connection to the process of verifiers. Raises ConfigError if the process ends.
+
+    python, env: see ``Rollout``. tasks: number of tasks to list; the attribute holds their data.
+    """
 
     def __init__(self, python: str, env: Mapping[str, Any], tasks: int = 0) -> None:
         words = [python, "-P", str(PROGRAM), json.dumps(env), str(tasks)]
@@ -46,7 +49,7 @@ class Host:
         self.tasks: list[Line] = self.ask(0)["tasks"]
 
     def send(self, id: int, **order: Any) -> None:
-        """Send an order to a rollout; an empty order ends it."""
+        """Send a rollout an order: a line for ``verifiers_host``. An empty order ends the rollout."""
         assert self._process.stdin
         with suppress(BrokenPipeError):  # whoever waits for an answer reports it
             self._process.stdin.write(f"{json.dumps({'id': id, **order})}\n".encode())
@@ -62,8 +65,8 @@ class Host:
                     del self._answers[id]
                 return line
         raise ConfigError(
-            f"the process of a verifiers environment ended with status {self._process.returncode}, its last "
-            "words above: its Python needs 'pip install verifiers==0.4.0 uv' and the package of the taskset"
+            f"the process of a verifiers environment ended with status {self._process.returncode}, after "
+            "the output above: its Python needs 'pip install verifiers==0.4.0 uv' and the taskset's package"
         )
 
     def _listen(self) -> None:
@@ -89,7 +92,7 @@ class Rollout:
         cls._host = Host(cls.python, cls.env)
 
     def reset(self, prompt: list[Message], task: Line, tools: Sequence[Line] = ()) -> None:
-        """Begin the rollout. Raises ValueError if its first request does not equal the row's."""
+        """Begin the rollout. Raises ValueError if its first request differs from the row."""
         self._id = next(self._host.ids)
         self._known: list[Message] = []
         self._reward: float | None = None
@@ -147,7 +150,7 @@ def row(host: Host, task: Line) -> Line:
     line = host.ask(id := next(host.ids), task=task)
     host.send(id)
     if "ask" not in line:
-        raise ConfigError(f"task {task['idx']} asks a model for nothing: {line.get('error', 'it ends')}")
+        raise ConfigError(f"task {task['idx']} sends its model no request: {line.get('error', 'it ends')}")
     return {"prompt": line["ask"]["messages"], "tools": line["ask"]["tools"], "task": task}
 
 

@@ -78,7 +78,7 @@ class Host(Client):
             if episode.ok and len(episode.traces) == 1:
                 self.send(id=id, end=episode.traces[0].reward)
             else:
-                self.send(id=id, error=[*errors, "it has several agents, and one is trained"][0])
+                self.send(id=id, error=[*errors, "it has several agents, but only one can be trained"][0])
         except Exception as error:
             self.send(id=id, error=repr(error))
         finally:
@@ -98,7 +98,7 @@ class Host(Client):
         self.send(id=id, ask={"messages": body["messages"], "tools": body.get("tools") or []})
         answer = await asked
         if "cut" in answer:
-            trace.stop("cut_off")  # so that it is scored nevertheless
+            trace.stop("cut_off")  # lets verifiers score the rollout
             raise ProviderError("this is the maximum context length", status_code=400)
         said = answer["say"]
         calls = [ToolCall(id=f"{trace.num_turns}-{n}", **call) for n, call in enumerate(said.pop("calls"))]

@@ -1,6 +1,6 @@
 """``tba evaluate``: measures a model's score, with confidence intervals, and perplexity under the reference.
 
-The model is that of a run, with the run's config, or any other.
+The model may be that of a run, evaluated with the run's config, or any other.
 """
 
 from __future__ import annotations

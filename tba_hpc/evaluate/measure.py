@@ -168,8 +168,8 @@ def samplings(
 ) -> tuple[Sampling, Sampling]:
     """Return the sampling parameters for one completion per prompt, and those for several.
 
-    With one completion per prompt they are those of a run's evaluations. temperature: temperature for
-    several; None: that of training.
+    Those for one completion are the same as in a run's evaluations. temperature: temperature for
+    several completions; None: that of training.
     """
     sampled_at = section.temperature if temperature is None else temperature
     return (
@@ -186,7 +186,7 @@ def _prompts(task: Task, name: str, split: Split, limit: int | None) -> Sequence
 
 
 def _generate(config: Config, task: Task, requests: Sequence[Request]) -> list[Group]:
-    """Return the groups of all requests, in order, with the engine closed so that judges have its memory."""
+    """Sample all requests, and return their groups in order. The engine then ends, to free its memory."""
     from tba_hpc.learner.hf_model import load_tokenizer
 
     section = config.generator
@@ -222,8 +222,8 @@ def assess(
 ) -> Decoding:
     """Compute the results of one way of decoding.
 
-    reference: None: no perplexity. groups: one per prompt, with equal numbers of completions. judged: the
-    task's verdicts; None: ask the task.
+    reference: computes the perplexity; None leaves it out. groups: one per prompt, with equal numbers of
+    completions. judged: the task's verdicts; None: ask the task.
     """
     first, completions = groups[0].request, [c for group in groups for c in group.completions]
     judged = judged or judge(task, groups)
@@ -244,8 +244,8 @@ def assess(
 class Judged(NamedTuple):
     """A task's verdicts on N completions of each of P prompts.
 
-    correct_PN: bool. grade_PN: float64, rewards, not finite for answers that could not be judged; if the task
-    does not grade answers, 1 for correct ones and otherwise 0.
+    correct_PN: bool. grade_PN: float64, the rewards; not finite for answers that could not be judged. If the
+    task gives no reward, the grade is 1 for a correct answer and 0 for a wrong one.
     """
 
     correct_PN: np.ndarray
@@ -279,9 +279,9 @@ def judge(task: Task, groups: Sequence[Group]) -> Judged:
 
 
 def _scores(name: str, correct_PN: np.ndarray) -> dict[str, Estimate]:
-    """Estimate scores, by name, from what is correct among N completions of each of P prompts.
+    """Estimate scores, by name, from whether each of N completions of P prompts is correct.
 
-    If N is 1, the only score is the share of correct completions, called ``name``. Otherwise scores are
+    If N is 1, the only score is the share of correct completions, called ``name``. Otherwise the scores are
     pass@k for k = 1, 2, 4, … up to N.
     """
     if correct_PN.shape[1] == 1:
@@ -310,7 +310,7 @@ def _require_same_vocabulary(target: Target) -> None:
     sizes = {path: load_tokenizer(path).vocab_size for path in paths}
     if len(set(sizes.values())) > 1:
         found = " and ".join(f"{path} has {size} tokens" for path, size in sizes.items())
-        raise ConfigError(f"{found}: name a model of the same vocabulary with --reference")
+        raise ConfigError(f"{found}: name a model with the same vocabulary, with --reference")
 
 
 def _load_reference(config: Config, path: str) -> Reference:

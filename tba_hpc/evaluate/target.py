@@ -1,6 +1,6 @@
 """Finds what ``tba evaluate`` evaluates: the model, the task and the reference.
 
-None of them is loaded here; of a model that is evaluated without a config, only config.json is read.
+Loads none of them. If a model is evaluated without a config, its config.json is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tba_hpc.run.directory import RunDir
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Model and task to evaluate, those of ``config``. reference: path of the reference policy, or None."""
+    """What to evaluate. config: names the model and the task. reference: path of the reference, or None."""
 
     config: Config
     reference: str | None
@@ -31,10 +31,11 @@ def find_target(
 
     name: a run's directory, a model's folder, or a model's name on a hub. config: config file for a model.
     task: name of a task, for a model without a config. overrides: texts such as ``model.dtype=float32``.
-    reference: path of the reference; None: the initial model of the run or config. Without a config, the
-    default dtype is the model's own, and the default is no reference.
+    reference: path of the reference; None: the initial model of the run or config. For a model without a
+    config, None means no reference, and the dtype is the model's own unless ``overrides`` set one.
 
-    Raises ConfigError if there is no such run or model, if the run has no model yet, or without a task.
+    Raises ConfigError if there is no such run or model, if the run has no model yet, or if nothing names the
+    task.
     """
     modules.use_here()
     refuse_missing(name)
@@ -57,7 +58,7 @@ def find_target(
 def refuse_missing(name: str) -> None:
     """Raise ConfigError if ``name`` does not exist on disk and cannot be a model on a hub.
 
-    A path cannot be one, nor can a name that begins with ``runs/`` or with an existing folder.
+    Paths are not names on a hub, nor are names that begin with ``runs/`` or with an existing folder.
     """
     path, first = Path(name), name.partition("/")[0]
     below_a_folder = "/" in name and (first == RunSection().root or Path(first).is_dir())

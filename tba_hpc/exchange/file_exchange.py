@@ -125,8 +125,8 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest | None:
         """Read the manifest in the folder of the weights; None if no trainer of the run has started yet.
 
-        Raises DamagedError if its contents are invalid, ConfigError if it is no regular file, and OSError if
-        it cannot be read.
+        Raises DamagedError if its contents are invalid, ConfigError if it is not a regular file, and OSError
+        if it cannot be read.
         """
         try:
             return _DECODER.decode(read_regular(folder / "latest.json"))

@@ -103,7 +103,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 def _bytes(path: Path) -> bytes:
     if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would never return
-        raise ShardError(f"{path} is no regular file: remove it")
+        raise ShardError(f"{path} is not a regular file: remove it")
     return path.read_bytes()
 
 

@@ -28,6 +28,9 @@ export HDF5_USE_FILE_LOCKING=${HDF5_USE_FILE_LOCKING:-FALSE}
 # Open MPI's transport `ofi` takes 1 s to start, and serves one-sided messages, which this project does not use.
 export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi}
 
+# Slurm passes on the limits of the shell that submitted the job. Those of login nodes are small.
+for limit in t v d f l; do ulimit -S -$limit hard; done  # processor time, memory, data, files, locked memory
+
 # Each step asks for all memory of its nodes, so that it does not wait for the memory of an earlier step.
 # An empty value leaves the option out.
 STEP_MEMORY=${STEP_MEMORY---mem=0}
@@ -45,11 +48,25 @@ in the site file, or write out what it stands for"
     done
 }
 
+# load_modules NAME…: load environment modules, or end the job if that fails.
+load_modules() {
+    module load "$@" || refuse "module load $* fails on $HERE, see the log of the job: correct the site key modules, or \
+make the command module available under setup"
+}
+
 # enter_venv FOLDER: activate a virtual environment, or end the job if there is none.
 enter_venv() {
     [ -r "$1/bin/activate" ] || refuse "the site key venv leads to $1, which is no virtual environment on $HERE: \
 put it on a file system that the nodes see"
+    [ -x "$1/bin/python" ] || refuse "$1/bin/python leads to a Python that $HERE lacks: make the virtual environment \
+with one that all nodes see"
     source "$1/bin/activate"
+}
+
+# End the job if this node lacks the program that runs `tba`: a Python, or what starts containers.
+needs_program() {
+    type "${TBA[0]}" >/dev/null 2>&1 || refuse "$HERE lacks ${TBA[0]}, or what it leads to: use one that all nodes see \
+(site keys venv, modules and setup)"
 }
 
 # place_caches NAME: let libraries keep what they compile in a folder NAME of the node itself, because a home may
@@ -348,7 +365,9 @@ CHECK='
             --query-gpu=ecc.errors.uncorrected.volatile.total,remapped_rows.failure)
         case $? in
             0) ! grep -qE "(^|, )(Yes|[1-9][0-9]*)(,|$)" <<< "$counts" || mark=? ;;
-            10 | 15 | 124) mark=? ;;           # no interrupts, a GPU fallen off the bus, a hang
+            10 | 15) mark=? ;;                 # no interrupts, a GPU fallen off the bus
+            18 | 255) mark=? ;;                # another driver than its library, an unknown error
+            124) mark=? ;;                     # a hang
         esac                                   # other statuses: no driver, or this step sees no GPU
     fi
     [ -r "$0/config.yaml" ] || mark=!
@@ -463,6 +482,7 @@ go_once() {
 # The main function of a run's job: start the ranks, again and again, until the run is finished or the job leaves.
 run_to_the_end() {
     mkdir -p "$RUN/slurm" || exit 2
+    needs_program
     scontrol update "JobId=$ME" "Comment=$RUN"
     refuse_second
     job_end
@@ -512,6 +532,7 @@ search_for_a_while() {
     unset TBA_ATTEMPT     # an inherited value would name an attempt of other ranks
     [ -r "$RUN/config.yaml" ] || { say "$HERE does not see $RUN: put it on a file system that all nodes share"; exit 2; }
     mkdir -p "$RUN/slurm"
+    needs_program
     healthy || { sleep 5; healthy; } || SICK=("$HERE")
     ask join "array_job=$ME" "answers=${SICK[*]/#/?}" || exit
     if [ "$NEXT" = go ]; then

@@ -139,25 +139,30 @@ def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[s
     """Return the environment of ranks on this machine.
 
     memory: folder for MPI's files. base: variables that are passed on. They override the defaults set here,
-    such as OMP_NUM_THREADS=1.
+    such as OMP_NUM_THREADS=1, but not the choice of MPI's transports: modules make that for a cluster's
+    network and MPI.
     """
     ours = {
-        **mpi_library.one_machine(base),
         **dict.fromkeys(FILES_OF_MPI, str(memory)),
         "OMP_NUM_THREADS": "1",
         "PYTHONUTF8": "1",  # otherwise Python reads model files in the locale's encoding
     }
     root = dict.fromkeys(AS_ROOT, "1") if os.geteuid() == 0 else {}
-    home = {} if base.get("HOME") else {"HOME": _home() or str(memory)}  # Open MPI needs one
-    around = {name: value for name, value in base.items() if name != ALLOCATION}
-    return {**ours, **around, **root, **home}
+    user = _user(str(memory))
+    around = {key: value for key, value in base.items() if key != ALLOCATION and (value or key not in user)}
+    return {**user, **ours, **around, **root, **mpi_library.one_machine(base)}
 
 
-def _home() -> str:
-    """Return this user's home folder from the password database; "" for a user who is not in it."""
-    with suppress(KeyError):
-        return pwd.getpwuid(os.getuid()).pw_dir
-    return ""
+def _user(home: str) -> dict[str, str]:
+    """Return this user's name and home folder as environment variables; Open MPI and torch need them.
+
+    home: folder for a user whom the system does not list, as in containers; the name is then the number.
+    """
+    try:
+        found = pwd.getpwuid(os.getuid())
+    except KeyError:
+        return {"USER": str(os.getuid()), "HOME": home}
+    return {"USER": found.pw_name, "HOME": found.pw_dir}
 
 
 def refuse_little_memory(ranks: int) -> None:

@@ -111,8 +111,10 @@ class Placement:
             return
         import torch
 
-        if (count := torch.cuda.device_count()) > self.gpus:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        of_mig = visible[0].startswith("MIG-")  # of several MIG instances, CUDA shows only the first
+        if (count := len(visible) if of_mig else torch.cuda.device_count()) > self.gpus:
+            visible = visible if visible != [""] else [*map(str, range(count))]
             mine = [visible[(self.first_gpu + number) % count] for number in range(self.gpus)]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
             # CUDA reads the variable once, when it starts. A GPU-aware MPI may have started it before; then

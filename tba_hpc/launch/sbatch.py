@@ -31,6 +31,9 @@ INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl
 SUPERVISOR = Path(__file__).with_name("job_supervisor.sh")
 """The shell library that batch scripts source; every node must see it."""
 
+GONE = "this node does not see the run's copy of tba-hpc, or it was deleted: submit the run again"
+"""Sentence about SUPERVISOR if a node does not see it."""
+
 VERBS: dict[Role, tuple[str, str]] = {"trainer": ("train", "$TRAINERS"), "searcher": ("search", "$SEARCHERS")}
 """Subcommand of ``tba`` for each role, and the shell variable with its number of ranks."""
 
@@ -239,8 +242,9 @@ def _surroundings(job: Job, plan: Plan, site: Site) -> str:
     names = {name: interface for name in INTERFACE_VARIABLES if interface}
     names |= mpi_library.variables(site.mpi_library)
     names |= mpi_library.one_machine(names | site.environment) if plan.nodes == 1 else {}
-    lines = [f"source {shlex.quote(str(job.supervisor))}"]
-    lines += [f"module load {shlex.join(site.modules)}"] if site.modules else []
+    names |= {"PYTHONNOUSERSITE": "1"} if site.container else {}  # the home is often visible in a container
+    lines = [f'source {shlex.quote(str(job.supervisor))} || {{ echo "{GONE}" >&2; exit 2; }}']
+    lines += [f"load_modules {shlex.join(site.modules)}"] if site.modules else []
     lines += [*_needs("venv", site), f"enter_venv {filled_in(site.venv)}"] if site.venv else []
     lines += _needs("mpi_library", site)
     for key, value in (names | site.environment).items():

@@ -20,6 +20,7 @@ from pathlib import Path
 from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError
 
+from tba_hpc.core.wording import first_words
 from tba_hpc.launch import LaunchError
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import write_atomic
@@ -52,6 +53,13 @@ NEVER = (
 )
 """Words in Slurm's error message for a request that will fail again, however long the user waits."""
 
+UNANSWERED = ("timed out", "zero bytes were transmitted", "unexpected message")
+"""Words in Slurm's error message if it may have accepted a job, but its answer was lost."""
+
+JOB_ID = re.compile(r"Submitted batch job (\d+)|^(\d+)(?:;\S+)?$", re.MULTILINE)
+"""Pattern of sbatch's words on a submitted job. The sbatch of some sites prints the id alone, or other lines
+with numbers in them."""
+
 YOURS = {
     "SBATCH_ACCOUNT": "--account",
     "SBATCH_PARTITION": "--partition",
@@ -65,6 +73,10 @@ each is passed on only if the script does not set its option."""
 
 WHICH_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK", "SLURM_MPI_TYPE")
 """Prefixes of variables that select the Slurm installation and the defaults of its srun."""
+
+
+LOOK = "look with 'squeue --me' whether there is a new job, and submit again only if there is none"
+"""Remedy for a job that may have been submitted."""
 
 
 class SubmitError(LaunchError):
@@ -101,6 +113,13 @@ class _Executor(SlurmExecutor):
         unset = [word for name in foreign(self._script, os.environ) for word in ("-u", name)]
         return ["env", *unset, "sbatch", str(submission_file_path)]
 
+    @staticmethod
+    def _get_job_id_from_submission_command(string: str | bytes) -> str:
+        said = string.decode(errors="replace") if isinstance(string, bytes) else string
+        if found := list(JOB_ID.finditer(said)):
+            return found[-1][1] or found[-1][2]
+        raise SubmitError(f"sbatch names no job ({first_words(said) or 'it printed nothing'}): {LOOK}")
+
     def _num_tasks(self) -> int:
         return 1  # the batch script, which starts the ranks
 
@@ -115,7 +134,7 @@ def require_slurm() -> None:
 
 
 def refusal(message: str) -> str:
-    """Return a sentence with Slurm's error about a refused submission, and the site key to change if known.
+    """Return a sentence with Slurm's error about a submission, and what to do about it if that is known.
 
     message: output of sbatch.
     """
@@ -124,6 +143,8 @@ def refusal(message: str) -> str:
         "; ".join(dict.fromkeys(line.removeprefix("Batch job submission failed: ") for line in lines))
         or message
     )
+    if any(words in said.lower() for words in UNANSWERED):
+        return f"Slurm did not answer ({said}), but may have accepted the job: {LOOK}"
     key = next((key for word, key in REMEDIES.items() if word in said.lower()), None)
     return f"Slurm refused the job: {said}" + (f"; change the site key {key}" if key else "")
 

@@ -43,7 +43,8 @@ def _copy(folder: Path) -> None:
     """Copy the package into a temporary folder, and rename that. The first of several processes wins."""
     part = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(folder, ignore_errors=True)  # an incomplete copy from a machine that crashed
-    shutil.copytree(PACKAGE, part / PACKAGE.name, ignore=LEFT_OUT)
+    # Not with the old timestamps, by which a cluster may soon delete files from its scratch file system.
+    shutil.copytree(PACKAGE, part / PACKAGE.name, ignore=LEFT_OUT, copy_function=shutil.copy)
     try:
         part.rename(folder)
     except OSError:

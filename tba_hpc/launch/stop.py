@@ -23,7 +23,16 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event, read_events
 from tba_hpc.run.files import write_atomic
 from tba_hpc.run.owners import Owner, holders, keeps_open, owner_at_work
-from tba_hpc.run.slurm_queue import JOB_CHECK_SECONDS, NO_ANSWER, ActiveJob, active, ask, job_states, jobs_of
+from tba_hpc.run.slurm_queue import (
+    ANSWER_SECONDS,
+    JOB_CHECK_SECONDS,
+    NO_ANSWER,
+    ActiveJob,
+    active,
+    ask,
+    job_states,
+    jobs_of,
+)
 
 LAUNCHER_END_SECONDS = 10.0
 """Seconds in which a launcher must kill its ranks and end. If it does not, it is killed."""
@@ -104,11 +113,11 @@ def at_work(run: RunDir) -> Owner | ActiveJob | None:
         raise LaunchError(
             f"{run.path} is at work elsewhere, in {owner}: log in to {owner.host} and type the same there"
         )
-    components = job_states(run)
+    components = job_states(run, seconds=ANSWER_SECONDS)
     if components and components[0]["state"] == NO_ANSWER and (owner or not run.finished):
         raise LaunchError(
-            f"job {components[0]['job']} may be at work on {run.path}, and squeue does not answer here: log "
-            "in to its cluster and type the same there"
+            f"job {components[0]['job']} may be at work on {run.path}, and squeue does not answer here: type "
+            "the same on its cluster, or if this is it, in a minute"
         )
     return active(components)
 

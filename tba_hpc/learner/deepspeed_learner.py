@@ -487,7 +487,7 @@ class DeepSpeedLearner:
         _own_steps(self._engine.optimizer.optimizer)
         self._group.barrier()
         if self._group.leads:
-            shutil.rmtree(scratch)
+            shutil.rmtree(scratch, ignore_errors=True)  # on NFS not while a rank has a file open
 
     def _restore(self, folder: Path) -> None:
         with only_data(folder, PLAIN_DATA):

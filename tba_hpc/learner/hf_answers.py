@@ -31,8 +31,7 @@ class HfAnswers:
         self._path = path
         self._model = load_policy(path, self.dtype).eval().to(self.device)
         own = self._model.generation_config.eos_token_id
-        own_ends = own if isinstance(own, list) else [] if own is None else [own]
-        self._ends = {self.tokenizer.eos_token_id, *own_ends}
+        self._ends = {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
         self._model.generation_config = GenerationConfig()  # else generate() adds its sampling parameters
 
     def answer(

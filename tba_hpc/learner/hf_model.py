@@ -9,6 +9,7 @@ size, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import date
@@ -23,7 +24,7 @@ from accelerate import init_empty_weights
 from jinja2.exceptions import TemplateError
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as TransformersTokenizer
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import logging as transformers_logging
@@ -35,6 +36,8 @@ from tba_hpc.core.ports import Message
 from tba_hpc.core.wording import first_few
 from tba_hpc.learner.file_tokenizer import NO_END, REFUSES
 from tba_hpc.learner.shared_prompts import ATTENTION, NO_MASK, gather
+
+log = logging.getLogger(__name__)
 
 transformers_logging.disable_progress_bar()  # ranks write to logs
 
@@ -58,8 +61,13 @@ class HfTokenizer:
         self.vocab_size = len(tokenizer)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens, int32 [T], of ``text``: with a BOS if the tokenizer adds one, without an EOS."""
+        """Return the tokens, int32 [T], of ``text``: with a BOS if the tokenizer adds one, without an EOS.
+
+        If the text begins with a BOS itself, as a rendered chat does, there is no second one.
+        """
         tokens = self._tokenizer.encode(text)
+        begun_twice = tokens[:2] == [self._tokenizer.bos_token_id] * 2
+        tokens = tokens[1:] if begun_twice else tokens
         return np.asarray(tokens[:-1] if tokens[-1:] == [self.eos_token_id] else tokens, np.int32)
 
     def encode_chat(self, text: str) -> np.ndarray:
@@ -153,7 +161,27 @@ def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = No
         )
     if in_parts:
         _compute_buffers_again(policy, dtype)
+    _drop_contradictory_defaults(policy, path)
     return policy
+
+
+def _drop_contradictory_defaults(policy: PreTrainedModel, path: str) -> None:
+    """Remove sampling defaults that contradict each other, such as a temperature without do_sample.
+
+    transformers loads them from generation_config.json but refuses to save them, so the export at the end of
+    a run would fail. The end-of-sequence tokens stay. path: model.path, for the log.
+    """
+    settings: GenerationConfig = policy.generation_config
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        tokens = {name: getattr(settings, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        policy.generation_config = GenerationConfig(**tokens)
+        log.warning(
+            "the sampling defaults of model.path=%s contradict each other, so that transformers cannot save "
+            "them: the trained model gets none",
+            path,
+        )
 
 
 def _compute_buffers_again(policy: PreTrainedModel, dtype: Dtype) -> None:

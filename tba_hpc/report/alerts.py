@@ -29,18 +29,18 @@ SMOOTH = 3
 """Number of neighbouring points averaged to find a peak or a trough of the reward."""
 
 EARLY_STEPS = 20
-"""Number of steps that the alert on rewarded completions averages."""
+"""Number of steps over which ``sinking_answers``, an early sign of a collapse, averages."""
 
 HUGE = 1e6
-"""Absolute mean reward above which the rewards explain a loss or gradient norm that is not finite."""
+"""Absolute mean reward above which rewards explain why a loss or gradient norm is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
     """An alert in two lengths.
 
-    short: the figure and where to look, for a line. key: where to look: a config key, mostly. sentence: the
-    whole text.
+    short: the figure and ``key``, for one line. key: what to look at or change first, mostly a config key.
+    sentence: the whole text.
     """
 
     short: str
@@ -50,7 +50,7 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Data that a rule looks at. evaluations: the complete ones, of both splits, in any order."""
+    """Data that a rule looks at. evaluations: complete evaluations of both splits, in any order."""
 
     trends: Trends
     config: Config
@@ -63,7 +63,7 @@ class View:
 
     @property
     def solved(self) -> bool:
-        """True if the last evaluation's score is at least 0.9; before the first, if the mean reward is."""
+        """True if the last evaluation's score, or before any evaluation the mean reward, is at least 0.9."""
         scores = [evaluation.score for evaluation in self.by_step]
         return (scores[-1] if scores else self.trends.latest("search/reward") or 0.0) >= 0.9
 
@@ -80,17 +80,17 @@ class View:
 
     @property
     def lower_rate(self) -> str:
-        """Remedy in many alerts: to lower the learning rate from its present peak."""
-        return f"lower train.learning_rate.peak={self.config.train.learning_rate.peak:g}"
+        """Remedy of many alerts: a clause that names the learning rate's present peak."""
+        return f"lower train.learning_rate.peak (now {self.config.train.learning_rate.peak:g})"
 
     def values(self, name: str) -> list[float]:
         """Return the values of a metric's trend (see ``Trends.trend``), ordered by step."""
         return [point.value for point in self.trends.trend(name)]
 
     def wrong_since(self, name: str, is_wrong: Callable[[float], bool]) -> tuple[float, int] | None:
-        """Return a metric's current value, and the step since which its whole trend is wrong.
+        """Return a metric's current value, and the step since which every point of its trend is wrong.
 
-        Returns None unless both the current value and the end of the trend are wrong.
+        Returns None unless both the current value and the trend's last point are wrong.
         """
         now, since = self.trends.latest(name), _since(self.trends.trend(name), is_wrong)
         return (now, since) if now is not None and since is not None and is_wrong(now) else None
@@ -130,7 +130,7 @@ def _since(points: Sequence[Point], is_wrong: Callable[[float], bool]) -> int | 
 
 
 def _smooth(points: Sequence[Point], width: int = SMOOTH) -> list[Point]:
-    """Return the moving mean over ``width`` points, in which chance seldom makes a peak."""
+    """Return the mean of every ``width`` neighbouring points, at their middle; few peaks are chance."""
     windows = (points[i : i + width] for i in range(len(points) - width + 1))
     return [
         Point(window[width // 2].step, fmean(point.value for point in window), width) for window in windows
@@ -138,7 +138,7 @@ def _smooth(points: Sequence[Point], width: int = SMOOTH) -> list[Point]:
 
 
 def _few(value: float) -> str:
-    """Format a value with at least two digits: 0.044, 1.3, 250."""
+    """Format a value with two significant digits or, from 100 on, as a whole number: 0.044, 1.3, 250."""
     return f"{value:.2g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
@@ -150,7 +150,7 @@ def _share(value: float) -> str:
 
 
 def skipped_steps(view: View) -> Alert | None:
-    """Alert if optimizer steps were skipped, because loss or gradient norm was not finite."""
+    """Alert if optimizer steps were skipped because the loss or gradient norm was not finite."""
     trends = view.trends
     if not trends.skipped:
         return None
@@ -198,7 +198,7 @@ def constant_reward(view: View) -> Alert | None:
     truncated = view.trends.latest("search/truncated_share")
     cut = f", {_share(truncated)} of them cut off at generator.max_tokens" if truncated else ""
     found = f"reward {_few(values[-1])} for every one of {count:,} completions{cut}"
-    if truncated and truncated > 0.99:  # some answers end by chance, even if the model cannot end them
+    if truncated and truncated > 0.99:  # a model that cannot end answers ends some by chance
         return _alert(
             found,
             key="tba samples RUN",
@@ -234,7 +234,7 @@ def rejected_rewards(view: View) -> Alert | None:
 
 
 def _reward_key(view: View) -> str:
-    """Return the config key that says how completions are rewarded; a task's name with its value."""
+    """Return what determines the reward: the key ``task.reward``, or ``task.name=`` with its value."""
     return "task.reward" if view.config.task.reward else f"task.name={view.config.task.name}"
 
 
@@ -253,7 +253,7 @@ def nan_groups(view: View) -> Alert | None:
 
 
 def falling(view: View) -> Alert | None:
-    """Alert if the score has fallen and stayed low or, without such a fall, if the fresh reward has."""
+    """Alert if the score, or else the reward of fresh completions, has fallen and stayed low."""
     if not (words := _fall_of_score(view) or _fall_of_reward(view)):
         return None
     return _alert(
@@ -330,8 +330,8 @@ def _fall_of_reward(view: View) -> str:
 def sinking_answers(view: View) -> Alert | None:
     """Alert if completions above their group's mean reward have become less likely since they were sampled.
 
-    The threshold is 0.03 nats per token, and at least 1 nat per completion. In recorded runs on data 10 to 99
-    steps old, those that learn lose less than 0.01 nats per token. Those that fail to learn lose 0.04 to 1.
+    The threshold is 0.03 nats per token, and at least 1 nat per completion. On data 10 to 99 steps old,
+    recorded runs that learned lost less than 0.01 nats per token, and runs that failed lost 0.04 to 1.
     """
     length, means = view.trends.latest("train/length"), _smooth(view.trends.rewarded, EARLY_STEPS)
     if not length or not means or view.solved:
@@ -357,10 +357,9 @@ def sinking_answers(view: View) -> Alert | None:
 
 
 def distant_policy(view: View) -> Alert | None:
-    """Alert if the KL from the reference costs more than the reward has gained, or is large in any case.
+    """Alert if β·KL is more than twice the rise of the reward, or if the KL exceeds 1 nat per token.
 
-    At the optimum, β·KL is at most the rise of the reward; the alert begins at twice that rise. A KL below
-    0.1 nats per token raises no alert, and one above 1 nat per token always does.
+    At the optimum, β·KL is at most the rise of the reward. A KL below 0.1 nats per token raises no alert.
     """
     kl, length = view.trends.latest("search/kl"), view.trends.latest("search/length")
     if kl is None or not length or wrong_reference(view):  # a wrong reference explains the distance
@@ -382,9 +381,9 @@ def distant_policy(view: View) -> Alert | None:
 
 
 def _gain(view: View) -> float | None:
-    """Return how far the fresh reward rose above its first value; None if that does not bound β·KL.
+    """Return how far the fresh reward rose above its first value; None if this rise does not bound β·KL.
 
-    It is a bound if the objective weighs reward against the KL from one unchanging reference, untempered.
+    It does if the objective weighs reward against the KL from a frozen reference whose power is 1.
     """
     train, rewards = view.config.train, view.values("search/reward")
     tempered = train.reference_temperature[0][1] * train.target_temperature[0][1] != 1
@@ -430,8 +429,8 @@ def few_effective(view: View) -> Alert | None:
 def engine_gap(view: View) -> Alert | None:
     """Alert if engine and learner compute different log-probabilities with the same weights.
 
-    bfloat16 explains 0.01 nats per token. The threshold is four times the run's first value, between 0.01 and
-    0.05 nats per token.
+    bfloat16 explains 0.01 nats per token. The threshold is four times the run's first value, but at least
+    0.01 and at most 0.05 nats per token.
     """
     name = "search/engine_gap" if view.values("search/engine_gap") else "train/engine_gap"
     first, dtype = (view.values(name) or [0.0])[0], view.config.model.dtype
@@ -467,8 +466,8 @@ def biased_samples(view: View) -> Alert | None:
         key=next(iter(found)),
         why=f"the gradient of train.objective={train.objective.name} assumes that they follow the "
         "policy, so it is biased",
-        remedy=f"set {' and '.join(found.values())}, or train by trajectory_balance, which holds for samples "
-        "of any distribution",
+        remedy=f"set {' and '.join(found.values())}, or train with trajectory_balance, which holds for "
+        "samples of any distribution",
     )
 
 
@@ -514,7 +513,7 @@ def truncated(view: View) -> Alert | None:
         wrong[1],
         key="generator.max_tokens",
         why="an answer without its end is seldom rewarded",
-        remedy="raise it (and model.context_length), or ask for short answers in the task's prompt or reward",
+        remedy="raise this limit (and model.context_length), or ask for short answers by prompt or reward",
     )
 
 
@@ -527,8 +526,8 @@ def waiting_trainer(view: View) -> Alert | None:
         f"trainer has waited {_share(share[0])} of its time",
         key="launch.searchers",
         why="completions come too slowly",
-        remedy="add launch.searchers, or raise exchange.max_staleness or buffer.replay_limit if one of them "
-        "makes it wait",
+        remedy="raise launch.searchers, or exchange.max_staleness or buffer.replay_limit if one of these "
+        "limits makes the trainer wait",
     )
 
 

@@ -64,10 +64,10 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
     for event in events:
         kind, last = event.get("event"), found[-1] if found else None
         same = last is not None and last.restarts == event.get("restarts")
-        if last and kind == "start" and same and not last.name and not last.end:  # from "allocated"
+        if last and kind == "start" and same and not last.name and not last.end:  # in an allocation
             found[-1] = replace(_begun(event), start=last.start)
         elif kind in ("allocated", "start"):
-            if last and not last.end:  # its end can no longer be noted
+            if last and not last.end:  # its end was never noted
                 found[-1] = replace(last, outcome=KILLED)
             found.append(_begun(event))
         elif last and kind in ENDS:

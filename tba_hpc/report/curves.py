@@ -21,13 +21,13 @@ TREND_POINTS = 64
 """Largest number of points of a trend, the coarser curve that alerts look at, in which noise averages out."""
 
 LATEST_STEPS, LATEST_COMPLETIONS = 16, 256
-"""Least numbers of newest steps and completions over which a metric's current value is averaged."""
+"""Minimum numbers of newest steps and of newest completions over which current values are averaged."""
 
 STEP_CURVES = tuple(name for name in CURVES if not name.startswith("search/"))
 """Metrics of the trainer's records, one record per optimizer step."""
 
 FRESH_CURVES = tuple(name for name in CURVES if name.startswith("search/"))
-"""Metrics of searchers' records, which are weighted by their numbers of trajectories except in OF_TIME."""
+"""Metrics of searchers' records. Records are weighted by their trajectories, except for OF_TIME."""
 
 NEWEST_STEPS = 120
 """Number of newest steps of which ``Trends.rewarded`` keeps every value; an alert looks back this far."""
@@ -56,7 +56,7 @@ class Curve:
 
     limit: largest number of spans; if there are more, their width doubles. width: width of a span, in steps.
     sums: Σ value · weight and Σ weight of each span, by the span's number: first step ÷ width. latest_weight:
-    total weight of the newest points that ``latest`` averages.
+    minimum total weight of the newest points that ``latest`` averages.
     """
 
     limit: int = POINTS
@@ -96,7 +96,7 @@ class Curve:
 
     @property
     def latest(self) -> float | None:
-        """Mean of the newest points: as few as have ``latest_weight`` together. None without points."""
+        """Mean of the fewest newest points whose weights reach ``latest_weight``; None without points."""
         newest, weight = [], 0.0
         for point in reversed(self.points):
             if weight >= self.latest_weight:
@@ -146,12 +146,11 @@ def _curves() -> dict[str, Curve]:
 class Trends:
     """Curves of a run by name of the metric, and counts over all of its attempts.
 
-    rewarded: train/better_log_weight of the newest steps. first_log_ratio: train/log_ratio of the first step,
-    None if the reference's power p is not 1 there. steps: optimizer steps done. last_skip: the last
-    skipped step, None if there is none. trajectories: completions that searchers scored. rejected:
+    rewarded: train/better_log_weight of the newest steps. first_log_ratio: train/log_ratio of the first step;
+    None before this step, or if the reference's power is not 1 there. steps: optimizer steps done. last_skip:
+    the last skipped step, None if there is none. trajectories: completions that searchers scored. rejected:
     trajectories set aside, since they have no usable reward. nan_groups: groups sampled again, since a
-    log-probability was no number. graded: whether some reward was neither 0 nor 1. skips: counter of skipped
-    steps.
+    log-probability was NaN. graded: whether some reward was neither 0 nor 1. skips: counter of skipped steps.
     """
 
     curves: dict[str, Curve] = field(default_factory=_curves)
@@ -166,7 +165,7 @@ class Trends:
     skips: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("train/skipped_steps"))
 
     def take(self, record: Record) -> None:
-        """Add a record of the trainer. One that begins a resume drops the steps that will be done again."""
+        """Add a record of the trainer. If it begins a resume, drop the steps that will be done again."""
         skipped = self.skips.take(record)
         step = int(number(record, "step", 0))
         if record.get("event") in STARTS:
@@ -189,7 +188,7 @@ class Trends:
             self.curves[name].cut(step)
 
     def take_search(self, record: Record) -> None:
-        """Add a record of a searcher, at the step of the weights that it used."""
+        """Add a record of a searcher, at the step of the weights that the searcher used."""
         if (version := number(record, "search/version")) is None:
             return
         step, count = int(version), number(record, "search/trajectories", 0.0)

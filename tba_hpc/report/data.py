@@ -27,7 +27,7 @@ from tba_hpc.run.history import EMPTY, ShardSize
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
 MANY_SEARCHERS = 4
-"""Largest number of searchers whose rates are shown one by one; of more, mean and range are shown."""
+"""Largest number of searchers whose rates are shown one by one; for more, their mean is shown."""
 
 MEAN_REWARD = "mean reward"
 """Name of the score if rewards are not just 0 and 1."""
@@ -38,10 +38,10 @@ class Counts:
     """Counts of what a run has done, for ``tba status``, ``tba audit`` and the summary.
 
     attempts: starts of the trainer's loop. steps: optimizer steps, each counted once. redone: steps that
-    resumes had to do again. shards, trajectories, tokens: acknowledged ones, which are merged or wait for
-    their merge; tokens are those of completions. duplicates, evicted: merged trajectories that the replay
-    buffer rejected as duplicates, or evicted. dropped: trajectories left out of merges, because an earlier
-    shard had answered their request.
+    resumes had to do again. shards, trajectories, tokens: acknowledged ones, merged or not yet; ``tokens``
+    leaves out prompts. duplicates: merged trajectories that the replay buffer rejected as duplicates.
+    evicted: trajectories that it evicted. dropped: trajectories left out of merges, because an earlier shard
+    had answered their request.
     """
 
     attempts: int
@@ -58,10 +58,10 @@ class Counts:
 class RunData:
     """A run as of the last ``update``. Raises ConfigError if its config cannot be read.
 
-    finished: whether nothing is left to do. trainer: digest of its metrics. searchers: digests of theirs, by
-    index. events: those of launchers and batch scripts, see ``run.events.log_event``; submissions are left
-    out, since a run may wait for days after one. submissions: commands that submit the run again, by the id
-    of the job that each submitted. evaluations: the complete ones, by name.
+    finished: whether nothing is left to do. trainer: digest of the trainer's metrics. searchers: digests of
+    the searchers' metrics, by index. events: what launchers and batch scripts logged, see
+    ``run.events.log_event``; without submissions, after which a run may wait for days. submissions: for each
+    submitted job, by id, the command that submits the run again. evaluations: the complete ones, by name.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -224,7 +224,7 @@ class RunData:
 
     @property
     def ettr(self) -> float | None:
-        """Effective training time ratio: seconds of steps, each counted once, per second of held machines.
+        """Effective training time ratio: time of steps, each counted once, ÷ time that machines were held.
 
         None before the first attempt, or if the ratio exceeds 1 because a clock was set back.
         """
@@ -234,7 +234,7 @@ class RunData:
 
 def _size(path: Path) -> ShardSize:
     """Return the size of a shard file's contents; EMPTY if it cannot be read."""
-    from tba_hpc.exchange.hdf5_shards import ShardError, read_shard  # h5py takes a moment
+    from tba_hpc.exchange.hdf5_shards import ShardError, read_shard  # importing h5py takes a moment
 
     try:
         trajectories = read_shard(path).trajectories

@@ -79,8 +79,8 @@ class Stretch:
     """The span of time and steps that the trainer's records of one attempt cover.
 
     start, end: times of the first and last record, unix seconds. If the clock is set back, ``start`` moves
-    back as far, so that ``end − start`` stays right. first, last: their steps. event: the last record's
-    event, empty if it has none.
+    back as far, so that ``end − start`` stays right. first, last: steps of the first and last record.
+    event: the last record's event, empty if it has none.
     """
 
     start: float
@@ -178,12 +178,12 @@ class TrainerDigest:
 class SearcherDigest:
     """Digest of a searcher's records.
 
-    trends: the searcher's; after ``RunData`` has added them to the run's, the run's. rates: tokens per second
-    by unix second. tokens: number generated, even if lost with their searcher. rebuilds, rejected,
-    nan_groups: counters of these metrics. stage: stage that the engine's start has reached. stage_since: time
-    when it began, unix seconds. last: the last record that is not an event. since, until: times of the first
-    and last record of the present start, unix seconds. earlier_seconds: seconds from first to last record,
-    summed over earlier starts.
+    trends: trends of this searcher; in ``RunData`` those of the whole run, to which this searcher's have been
+    added. rates: tokens per second by unix second. tokens: number generated, even if lost with their
+    searcher. rebuilds, rejected, nan_groups: counters of these metrics. stage: stage that the engine's start
+    has reached. stage_since: time when this stage began, unix seconds. last: the last record that is not an
+    event. since, until: times of the first and last record of the present start, unix seconds.
+    earlier_seconds: seconds from first to last record, summed over earlier starts.
     """
 
     index: int
@@ -244,7 +244,7 @@ def digest_file(metrics: Path) -> Path:
 
 @functools.cache
 def _codec(kind: str) -> TypeAdapter[Any]:
-    """Return the reader and writer of digests of the class called ``kind``; it takes long to build."""
+    """Return the reader and writer of digests of the class called ``kind``; kept, as it is slow to build."""
     return TypeAdapter(TrainerDigest if kind == TrainerDigest.__name__ else SearcherDigest)
 
 

@@ -64,8 +64,8 @@ def passes(correct_P: Sequence[int], samples: int) -> dict[int, Estimate]:
     """Estimate pass@k, the mean over prompts, for k = 1, 2, 4, … up to ``samples``.
 
     correct_P: number of correct samples of each prompt, among ``samples``. Intervals are normal ones over
-    prompts, cut off at 0 and 1. Of a single prompt, which has no spread, the interval is Wilson's for one
-    sample, transformed by 1 − (1 − p)^k.
+    prompts, cut off at 0 and 1. A single prompt has no spread: its interval is Wilson's for pass@1,
+    transformed by 1 − (1 − p)^k.
     """
     found = {}
     for k in (1 << exponent for exponent in range(samples.bit_length())):

@@ -20,7 +20,7 @@ MOST_BYTES = 1 << 22
 """Largest number of bytes that are read from a log's end to find its last lines."""
 
 BATCH = "batch"
-"""Name by which a user asks for the batch script's log, as for a rank's."""
+"""Value of ``--rank`` that selects the batch script's log."""
 
 RANK = re.compile(r"(trainer|searcher)-(\d+)")
 
@@ -28,15 +28,15 @@ RANK = re.compile(r"(trainer|searcher)-(\d+)")
 def log_files(run: RunDir, rank: str | None, attempt: int | None) -> list[Path]:
     """List the requested logs that exist: the newest batch script's, then the ranks'.
 
-    rank: ``trainer-0``, ``searcher-3``, ``mpiexec`` or ``batch``; None for all. attempt: number of an attempt
-    whose ranks' logs are listed, then without the batch script's; None for the newest. Links that lead out of
-    the run are left out. Raises ConfigError if ``rank`` is no such name, or if the attempt has no logs.
+    rank: ``trainer-0``, ``searcher-3``, ``mpiexec`` or ``batch``; None for all, with the batch
+    script's only if ``attempt`` is None. attempt: number of an attempt; None for the newest. Links that lead
+    out of the run are left out. Raises ConfigError if ``rank`` is no such name or the attempt has no logs.
     """
     scripts = sorted((run.path / "slurm").glob("job-*.log"), key=lambda path: path.stat().st_mtime_ns)[-1:]
     folder = run.logs / (f"attempt-{attempt:03d}" if attempt is not None else "latest")
     if attempt is not None and not folder.is_dir():
         kept = ", ".join(path.name.removeprefix("attempt-") for path in sorted(run.logs.glob("attempt-*")))
-        raise ConfigError(f"--attempt {attempt} has no logs in {run.logs}: kept are {kept or 'none'}")
+        raise ConfigError(f"--attempt {attempt} has no logs in {run.logs}; available: {kept or 'none'}")
     folder = folder.resolve()
     if rank == BATCH:
         files = scripts
@@ -59,9 +59,9 @@ def _name(rank: str) -> str:
 def show_logs(run: RunDir, rank: str | None, attempt: int | None, *, lines: int, follow: bool) -> None:
     """Print the last lines of each log under its path.
 
-    rank, attempt: see ``log_files``. lines: number of lines per log. follow: then print new lines, also of
-    later attempts and jobs unless ``attempt`` is given, until the run is finished. Raises ConfigError as
-    ``log_files`` does, and without ``follow`` if there is no log.
+    rank, attempt: see ``log_files``. lines: number of lines per log. follow: whether to go on with new lines,
+    also of later attempts and jobs unless ``attempt`` is given, until the run is finished. Raises ConfigError
+    as ``log_files`` does, and without ``follow`` if there is no log.
     """
     files, printer = log_files(run, rank, attempt), Printer()
     if not files and not follow:

@@ -1,4 +1,4 @@
-"""Sends messages about a run by a command or a webhook, and its heartbeat, as keys of ``run.notify`` say.
+"""Sends messages about a run by a command or a webhook, and a heartbeat, as set under ``run.notify``.
 
 A separate process reads the run's files and sends, so that a slow network does not delay training. A message
 that cannot be sent is only noted in that process's log. ``tba run`` and the job's batch script start the
@@ -207,7 +207,7 @@ def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
     """
     config = run.config()
     if not config.run.notify.wanted:
-        raise ConfigError(f"{run.path} names nobody to tell: set run.notify, as docs/running.md shows")
+        raise ConfigError(f"{run.path} sends no messages: set run.notify, as docs/running.md shows")
     require_addresses(config)
     asked = Event()
 
@@ -256,6 +256,6 @@ def notified(run: RunDir, config: Config) -> Iterator[None]:
 
 
 def _wait_with_signals(parent: int) -> None:
-    """Have this new process get SIGTERM when ``parent`` ends, blocked until ``watch`` can handle it."""
+    """Have SIGTERM sent to this new process when ``parent`` ends, blocked until ``watch`` unblocks it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     die_with(parent, signal.SIGTERM)

@@ -39,8 +39,8 @@ OUTCOMES = {
 class Tile(NamedTuple):
     """A headline number of the page, as text.
 
-    name, note: what stands above and below the number. then: the number after training, if ``value`` is the
-    one before. gain: the change. verdict: ``good`` or ``bad`` if the change is; empty if it shows as 0.
+    name, note: text above and below the number. then: the number after training, if ``value`` is the one
+    before. gain: the change. verdict: ``good`` for a rise, ``bad`` for a fall, "" if the gain rounds to 0.
     """
 
     name: str

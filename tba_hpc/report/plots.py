@@ -113,7 +113,7 @@ def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
 
 
 def run_line(index: int) -> tuple[str, str]:
-    """Return colour and line style of one of several runs, as names that the page and matplotlib know."""
+    """Return the names of the colour (of VARIABLES) and of the line style of run ``index`` of several."""
     return ("blue", "orange", "green", "rose")[index % 4], ("solid", "dashed", "dotted")[index // 4 % 3]
 
 
@@ -371,7 +371,7 @@ OFF_POLICY = [
 ]
 DRIFT = [
     ("train/log_weight", BLUE, "all completions"),
-    ("train/better_log_weight", ROSE, "those above their group's mean reward"),
+    ("train/better_log_weight", ROSE, "above their group's mean reward"),
 ]
 STALENESS = [
     ("staleness/mean", BLUE, "first token"),
@@ -398,7 +398,7 @@ WEIGHTS = [
 FIGURES = (
     Lines("Reward", "mean per completion", _both("reward"), compared=True),
     Lines("KL", "from the reference, nats per fresh completion", _one("search/kl", ORANGE), compared=True),
-    Lines("Log-ratio", "log π/π_ref of the batch, nats; no KL if data is old", _one("train/log_ratio")),
+    Lines("Log-ratio", "log π/π_ref of the batch, nats; not a KL if data is old", _one("train/log_ratio")),
     Lines("Entropy", "of fresh samples, nats per token", _one("search/entropy", ORANGE), _from_zero, True),
     Lines("Off-policy", "effective sample size, clip share; of a batch", OFF_POLICY, _shares, True),
     Lines("Drift", "log π/π_behaviour of the batch, nats per completion", DRIFT),

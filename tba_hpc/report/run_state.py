@@ -1,6 +1,6 @@
-"""Says what a run is doing, by its files and Slurm's view of its job, and what command the user needs next.
+"""Says what a run is doing, from its files and Slurm's view of its job, and which command comes next.
 
-This is cheap enough to be asked every second.
+Reading the state is cheap enough for once a second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tba_hpc.run.owners import Owner, holders, is_abandoned
 from tba_hpc.run.slurm_queue import FORGOTTEN, NO_ANSWER, QUEUED, WITH_NODES, bracketed
 
 SILENT_RUN_SECONDS = 600.0
-"""Shortest silence of all ranks after which a run may be dead, s; to start engines may take this long."""
+"""Shortest silence of all ranks after which a run may be dead, s; starting engines may take this long."""
 
 OVER = {"created", "stopped", "aborted", "failed", "refused", "gone", "finished"}
 """States of a run that does nothing more by itself."""
@@ -102,7 +102,7 @@ class RunMonitor(RunData):
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the newest attempt began, or its duration; without one, the age of this monitor."""
+        """Duration of the newest attempt so far, s; before any attempt, the age of this monitor."""
         if self.attempt is None:
             return time.time() - self._opened
         return max(0.0, (self.attempt.end or time.time()) - self.attempt.start)
@@ -133,7 +133,7 @@ class RunMonitor(RunData):
 
     @property
     def rates(self) -> list[float]:
-        """Tokens per second of each running searcher; an elastic one that has left counts no more."""
+        """Tokens per second of each running searcher, without elastic searchers that have left."""
         silent = max(FRESH_SECONDS, 2 * record_seconds(self.config.launch.places))
         since = max(self._begun, time.time() - silent)
         there = [i for i in sorted(self.searchers) if not is_elastic(i) or i in self.elastic]
@@ -142,7 +142,7 @@ class RunMonitor(RunData):
 
     @property
     def engines(self) -> dict[int, SearcherDigest]:
-        """Searchers of the newest attempt, except elastic ones, whose engines have reported a stage."""
+        """Non-elastic searchers of the newest attempt whose engines have reported a stage, by index."""
         own = {index: digest for index, digest in self.searchers.items() if not is_elastic(index)}
         return {i: digest for i, digest in own.items() if digest.stage and digest.stage_since >= self._begun}
 
@@ -190,7 +190,7 @@ def run_state(monitor: RunMonitor) -> RunState:
 
 
 def job_of(monitor: RunMonitor) -> list[QueueEntry]:
-    """Return the components of the run's job; none if the run was started outside that job after its end."""
+    """Return the components of the run's job; none if it ended and the run was then started differently."""
     states, events = {component["state"] for component in monitor.job}, monitor.events
     if not monitor.job or not events or states & (QUEUED | WITH_NODES):
         return monitor.job
@@ -305,14 +305,14 @@ def _ended(monitor: RunMonitor, again: str) -> RunState | None:
 
 
 def _abandoned(monitor: RunMonitor, again: str) -> RunState | None:
-    """Return the state of a run whose launcher is gone without a last event; None if it is not gone."""
+    """Return the state of a run whose launcher is gone without a last event; None for any other run."""
     found = f"killed at step {monitor.step}, or its machine was lost"
     words = f"{found}; {_resumed_by(monitor, again)}"
     return RunState("gone", words) if monitor.abandoned else None
 
 
 def _resumed_by(monitor: RunMonitor, again: str) -> str:
-    """Return a clause on how the run goes on."""
+    """Return a clause that says from which step, and by which command, the run goes on."""
     saved = bool(monitor.trainer.checkpoint)
     return f"{'to resume from the last checkpoint' if saved else 'to start again from step 0'}: {again}"
 
@@ -358,7 +358,7 @@ def _at_work(monitor: RunMonitor) -> RunState:
 
 
 def _engines(monitor: RunMonitor) -> str:
-    """Say how many engines are ready and what another is doing; empty if all that report are ready."""
+    """Say how many engines are ready and what the slowest other does; empty if all that report are ready."""
     waiting = [digest for digest in monitor.engines.values() if digest.stage != "ready"]
     if not waiting:
         return ""
@@ -384,8 +384,8 @@ def _with_hint(monitor: RunMonitor, found: RunState) -> RunState:
 def _no_space(monitor: RunMonitor) -> str:
     """Return a clause on the lack of space on the run's disk; "" if none is known.
 
-    The trainer records until when it waits. If the disk is too full for that, the newest record tells since
-    when, and all ranks wait equally long.
+    The trainer records until when it waits. If the disk is too full for this record, the wait is taken to
+    have begun with the newest one; all ranks wait equally long.
     """
     postponed, now = monitor.trainer.postponed, time.time()
     postponed = postponed if number(postponed, "time", 0.0) >= monitor._begun else {}
@@ -400,12 +400,12 @@ def _no_space(monitor: RunMonitor) -> str:
 
 
 def _clock(moment: float) -> str:
-    """Format unix seconds as a time of day here."""
+    """Format unix seconds as a local time of day."""
     return time.strftime("%H:%M:%S", time.localtime(moment))
 
 
 def _submit(monitor: RunMonitor, job: str) -> str:
-    """Return the command that submitted ``job``; a similar one if its script was submitted by hand."""
+    """Return the command that submits the run again; a likely one if ``job`` was submitted by hand."""
     if job in monitor.submissions:
         return monitor.submissions[job]
     allocations = [str(event["nodes"]) for event in monitor.events if event["event"] == "allocated"]

@@ -46,7 +46,7 @@ ROLES = {"0": "trainers", "1": "searchers"}
 
 
 def _time_left(monitor: RunMonitor, now: RunState) -> list[str]:
-    """Return a list with the time left as a text; an empty one unless the run is training."""
+    """Return a list with the time left as text; it is empty unless the run is training."""
     return [f"{duration(monitor.eta)} left"] if now.state == "training" and monitor.eta is not None else []
 
 
@@ -150,7 +150,7 @@ def _component(component: QueueEntry) -> str:
 
 
 def done(counts: Counts) -> dict[str, str]:
-    """Return counts of what the run has done, as texts by title; ``tba audit`` counts alike."""
+    """Return counts of what the run has done, as texts by title, equal to those of ``tba audit``."""
     if not counts.attempts:
         return {}
     dropped = f", dropped {counts.dropped:,} (answered twice)" if counts.dropped else ""
@@ -229,8 +229,8 @@ def panel(monitor: RunMonitor) -> RenderableType:
 class LiveDisplay:
     """Live display of a run on the console: ``with LiveDisplay(run) as display: display.refresh()``.
 
-    Files are read and the display is drawn only inside ``refresh``, in the caller's thread. console: the
-    terminal if None. queue: see ``RunMonitor``.
+    Files are read and the display is drawn only inside ``refresh``, in the caller's thread. console: None
+    for the terminal. queue: see ``RunMonitor``.
     """
 
     def __init__(self, run: RunDir, *, console: Console | None = None, queue: Queue = lambda _: []) -> None:
@@ -256,7 +256,7 @@ class LiveDisplay:
         self.note(plain_line(self._monitor))
 
     def refresh(self) -> None:
-        """Read what is new and show it; do nothing if the last call that did is less than a second ago."""
+        """Read what is new and show it; do nothing within REFRESH_SECONDS of the last reading."""
         if time.monotonic() - self._looked < REFRESH_SECONDS:
             return
         self._looked = time.monotonic()

@@ -29,7 +29,7 @@ class Summary:
     """Results of a run, None where not measured. Scores and perplexities are of the held-out test split.
 
     pass_at_1_…: share of correct answers before and after training. evaluated_step: step of the ``after``
-    figures; a run that went on and was then stopped has done more steps. test_prompts: number of prompts.
+    figures; less than ``steps`` if the run then went on and was stopped. test_prompts: number of prompts.
     score_name: mean reward if rewards are not just 0 and 1, otherwise the task's name for the share of
     correct answers, such as pass@1 or win rate. score_before, score_after: this score, with 95 % intervals.
     unjudged_…: number of answers that could not be judged.

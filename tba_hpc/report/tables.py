@@ -46,7 +46,7 @@ class Terminal(Console):
 
 
 class Indented:
-    """A text that is printed behind ``indent`` blanks; unlike Padding it adds none at the ends of lines."""
+    """A text with ``indent`` spaces before each line and, unlike with rich's Padding, none after it."""
 
     def __init__(self, text: Text, indent: int = 2) -> None:
         self._text, self._indent = text, indent
@@ -94,7 +94,7 @@ def print_rows(
 
 
 def cell_text(value: Cell) -> str:
-    """Format a value for tables; floats get four digits."""
+    """Format a value for tables; floats below 1000 get four significant digits."""
     if value is None:
         return NOTHING
     if isinstance(value, float):

@@ -6,11 +6,11 @@ import sys
 from io import TextIOWrapper
 
 MOST_OUTPUT = 16 << 20
-"""Number of characters that a rank may print to each of stdout and stderr; ``logging`` has no limit."""
+"""Maximum number of characters that a rank may print to stdout, and to stderr; log records do not count."""
 
 
 class BoundedOutput(TextIOWrapper):
-    """Text stream that writes ``most`` characters of what it gets, then one remark, and drops the rest."""
+    """Text stream that passes on its first ``most`` characters, then one remark, and drops the rest."""
 
     def __init__(self, stream: TextIOWrapper, most: int) -> None:
         super().__init__(stream.buffer, stream.encoding, stream.errors, line_buffering=True)
@@ -31,7 +31,7 @@ class BoundedOutput(TextIOWrapper):
 
 
 def bound_output() -> None:
-    """Limit what this process prints from now on. Call it after ``logging`` is set up, which has no limit."""
+    """Limit what this process prints from now on. Call it after ``logging`` is set up, to spare logs."""
     sys.stdout, sys.stderr = (
         BoundedOutput(stream, MOST_OUTPUT) if isinstance(stream, TextIOWrapper) else stream
         for stream in (sys.stdout, sys.stderr)

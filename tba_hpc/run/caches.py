@@ -24,19 +24,19 @@ TRITON_CACHE_DIR and similar variables to folders inside it."""
 DATA_ALONE: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 """Arguments that make ``extractall`` refuse device files and links that lead out of the folder.
 
-Python 3.11.3 and older lack this filter. They may do without it, because this user wrote the archive.
+Python 3.11.3 and older lack this filter. It may be missing, because this user wrote the archive.
 """
 
 ARCHIVE = "TBA_COMPILED"
-"""Environment variable that names a tar file in the run: one node's folder, for nodes that have none."""
+"""Environment variable that names a tar file in the run directory: a copy of one node's folder."""
 
 
 def keep_caches_private(environment: MutableMapping[str, str]) -> None:
-    """Make the folder of CACHES, from the archive if there is one, or verify that it is this user's alone.
+    """Make the folder that CACHES names, from the archive if there is one.
 
-    Otherwise all variables of ``environment`` that name paths in it are changed to paths in a new temporary
-    folder. This matters because the folder's name can be guessed and its parent, such as /tmp, may be open to
-    all, so that somebody else may have made it.
+    If the folder cannot be made, or exists and is not this user's alone, a new temporary folder replaces it:
+    all variables of ``environment`` that name paths in the folder are changed. Another user may have made the
+    folder, because its name can be guessed and its parent, such as /tmp, may be open to all.
     """
     folder = environment.get(CACHES)
     if folder and (archive := environment.get(ARCHIVE)):
@@ -54,7 +54,7 @@ def pack_caches(environment: Mapping[str, str]) -> None:
     """Write the archive of what this node has compiled, for other nodes of the run and for restarts.
 
     Nothing is written if there is an archive already, if no batch script has set the variables, or if vLLM
-    has compiled nothing. Its documentation allows compiled models to be copied if their paths stay the same.
+    has compiled nothing. vLLM's documentation allows copying compiled models if their paths stay the same.
     """
     folder, archive = Path(environment.get(CACHES, "")), Path(environment.get(ARCHIVE, ""))
     if archive.exists() or not (folder / "VLLM_CACHE_ROOT/torch_compile_cache").is_dir():
@@ -65,14 +65,14 @@ def pack_caches(environment: Mapping[str, str]) -> None:
             tar.add(folder, ".")
         Path(temporary).rename(archive)
     except OSError as error:  # the disk is full, or a compiler has just deleted one of the files
-        log.warning("cannot keep what was compiled in %s: %s", archive, error)
+        log.warning("cannot write the archive of compiled code %s: %s", archive, error)
         Path(temporary).unlink()
 
 
 def _unpack(archive: Path, folder: Path) -> None:
     """Unpack the archive as ``folder`` if only this user can have written it.
 
-    The folder appears by a rename, because other ranks of the node may do the same at the same time.
+    It is renamed into place when complete, because other ranks of the node may unpack at the same time.
     """
     if folder.exists() or not _is_written_by_us_alone(archive):
         return

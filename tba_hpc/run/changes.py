@@ -7,7 +7,7 @@ from typing import Any
 from tba_hpc.config import Config, ConfigError, differences, value_text
 from tba_hpc.core import schedules
 from tba_hpc.run.checkpoints import latest_checkpoint
-from tba_hpc.run.directory import OF_A_START, RunDir
+from tba_hpc.run.directory import PER_START, RunDir
 from tba_hpc.run.events import log_event
 
 
@@ -53,13 +53,13 @@ def refuse_steps_behind(run: RunDir, config: Config) -> None:
 def changes(run: RunDir, config: Config) -> dict[str, tuple[Any, Any]]:
     """Map each dotted key that a resume with ``config`` changes to its (old, new) value.
 
-    The map is empty for a new run, or one that has produced nothing. Keys that every start may set
-    (OF_A_START) are left out.
+    Keys that each start sets for itself (PER_START) are left out. The map is empty if the run is new or has
+    produced nothing.
     """
     if not run.config_file.exists() or run.came_to_nothing:
         return {}
     pairs = differences(run.config(), config)
-    return {key: pair for key, pair in pairs.items() if not key.startswith(OF_A_START)}
+    return {key: pair for key, pair in pairs.items() if not key.startswith(PER_START)}
 
 
 def consequences(run: RunDir, config: Config) -> str:

@@ -130,9 +130,9 @@ class Checkpoints:
         Afterwards the thread deletes shards and references that no kept checkpoint needs. Only one save may
         run at a time. On a full disk nothing of the checkpoint stays.
 
-        files: for each further file, a function that returns its arrays, called in the thread. records:
-        function that makes the metrics durable, called before the checkpoint is completed. Returns a future
-        of the state that the checkpoint holds; it raises DiskFullError, StateError or ExchangeError.
+        files: by file name, a function that returns the file's arrays; the thread calls it. records: function
+        that makes the metrics durable, called before the checkpoint is completed. Returns a future of the
+        state that the checkpoint holds; it raises DiskFullError, StateError or ExchangeError.
         """
         began = time.monotonic()
 
@@ -174,7 +174,7 @@ class Checkpoints:
 
 @contextmanager
 def _or_nothing(run: RunDir) -> Iterator[None]:
-    """Remove the unfinished checkpoint, and raise DiskFullError, if the disk is full within the block."""
+    """If the block fails because the disk is full, remove the unfinished checkpoint; raise DiskFullError."""
     try:
         yield
     except OSError as error:
@@ -186,7 +186,7 @@ def _or_nothing(run: RunDir) -> Iterator[None]:
             raise
         raise DiskFullError(
             f"cannot write a checkpoint to {run.checkpoints} ({error.strerror}); free space or raise the "
-            "quota, then start the same run again: it resumes from the checkpoint before"
+            "quota, then start the same run again: it resumes from the previous checkpoint"
         ) from error
 
 
@@ -200,7 +200,7 @@ def begin_checkpoint(run: RunDir, step: int) -> Path:
     _remove_unfinished(run)
     name = f"step-{step:06d}"
     saves = [int(folder.suffix[1:] or 0) for folder in run.checkpoints.glob(f"{name}*")]
-    again = max(saves, default=-1) + 1  # not the number of saves: the newest must sort last, if one is gone
+    again = max(saves, default=-1) + 1  # not len(saves): the newest must sort last even if one was deleted
     folder = run.checkpoints / (f"{name}.{again}" if again else name)
     folder.mkdir()
     return folder
@@ -208,7 +208,18 @@ def begin_checkpoint(run: RunDir, step: int) -> Path:
 
 def _remove_unfinished(run: RunDir) -> None:
     for left in (*checkpoint_folders(run, complete=False), *run.checkpoints.glob(".*.tmp")):
-        remove(left)
+        _remove(left)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder. If that fails, log a warning; the next checkpoint tries again.
+
+    On NFS it fails while anybody, such as a backup, has one of the files open.
+    """
+    try:
+        remove(folder)
+    except OSError as error:
+        log.warning("cannot delete %s (%s); the next checkpoint tries again", folder, error)
 
 
 def complete_checkpoint(
@@ -227,8 +238,8 @@ def complete_checkpoint(
     write_atomic(folder / COMPLETE, with_checksum(listed + inventory(folder, STATE_FILE)))
     write_atomic(run.newest_checkpoint, folder.name)
     for old in checkpoint_folders(run, complete=True)[:-keep]:
-        (old / COMPLETE).unlink(missing_ok=True)  # first, since a half-deleted one must not look complete
-        remove(old)
+        (old / COMPLETE).unlink(missing_ok=True)  # first: a half-deleted checkpoint must not look complete
+        _remove(old)
     return dict(_oldest_state(run).cursors)
 
 
@@ -261,9 +272,9 @@ def _oldest_state(run: RunDir) -> TrainerState:
 
 
 def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
-    """Map each damaged checkpoint to its fault, from the newest down to the newest that is intact.
+    """Map each damaged checkpoint that is newer than the newest intact one to its fault.
 
-    Reads every byte of all of these. Older checkpoints are not read. Raises StateError if there are
+    Reads every byte of these and of the intact one, but no older checkpoint. Raises StateError if there are
     checkpoints, but none is intact.
     """
     folders, newest = checkpoint_folders(run, complete=True), _named_newest(run)
@@ -284,7 +295,10 @@ def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
 
 
 def misplaced(run: RunDir, folder: Path, state: TrainerState) -> str:
-    """Return the fault of a checkpoint that belongs to another run or step than its folder says, or ""."""
+    """Return a fault if a checkpoint is of another run, or of another step than its folder's name says.
+
+    If neither is the case, the result is "".
+    """
     step = next(iter(_order(folder)))
     if of_two_runs(state.run, run.identity):
         return "it is a checkpoint of another run"
@@ -292,7 +306,7 @@ def misplaced(run: RunDir, folder: Path, state: TrainerState) -> str:
 
 
 def set_aside(run: RunDir, folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that no start finds it but the user can; return its new path."""
+    """Rename a damaged checkpoint, so that later starts ignore it; return its new path."""
     name = f"{DAMAGED}{folder.name}"
     aside = folder.with_name(f"{name}-{1 + len(list(folder.parent.glob(f'{name}-*')))}")
     if folder.exists():
@@ -303,21 +317,21 @@ def set_aside(run: RunDir, folder: Path) -> Path:
 
 
 def prune_references(run: RunDir) -> None:
-    """Delete the references that are older than the one of the oldest complete checkpoint.
+    """Delete the references that no kept checkpoint needs.
 
-    A checkpoint's reference is the newest one from before its step. One that was made at its very step is
-    kept as well: it serves further steps, but if the run ends there the last evaluation uses the one before.
+    A checkpoint of step s needs the newest reference made before s, even if a reset made another one at s.
+    Later steps use the new reference, but if the run ends at s, its last evaluation uses the earlier one.
     """
     end = _oldest_state(run).step
     folders = {int(path.name.removeprefix("step-")): path for path in run.references.glob("step-*")}
     in_force = max((step for step in folders if step < end), default=0)
     for step, folder in folders.items():
         if step < in_force:
-            remove(folder)
+            _remove(folder)
 
 
 def checkpoint_folders(run: RunDir, *, complete: bool) -> list[Path]:
-    """List the complete or the unfinished checkpoints, in ascending order of (step, save).
+    """List the folders of complete or of unfinished checkpoints, in ascending order of (step, save).
 
     The checkpoint that RUN/newest-checkpoint names counts as complete even if it has lost its COMPLETE: it is
     damaged, not unfinished.

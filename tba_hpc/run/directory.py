@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -43,11 +44,11 @@ ATTEMPT = "TBA_ATTEMPT"
 SEARCHERS_FIRST = "TBA_SEARCHERS_FIRST"
 """Environment variable that is "1" if MPI numbers the searchers before the trainers."""
 
-OF_A_START = ("launch.", "run.root")
-"""Prefixes of the config keys that every start may set: how many ranks run, how, and where the run lies."""
+PER_START = ("launch.", "run.root")
+"""Prefixes of the config keys that each start sets for itself: how it launches, and where the run lies."""
 
 CONFIG_HEADER = "# Written by tba-hpc; keys are changed with --set. blake3="
-"""Beginning of the first line of config.yaml. A checksum of all further lines ends that line."""
+"""Beginning of the first line of config.yaml, which ends with a checksum of the lines after it."""
 
 MOST_KEYS = 3
 """Largest number of changed keys that an error names."""
@@ -140,7 +141,7 @@ class RunDir:
         os.umask(0o077)
         with run.writing():
             make_folder(run.path)
-            run.path.chmod(0o700)
+            run.path.chmod(0o700 | run.path.stat().st_mode & stat.S_ISGID)  # quotas may go by the group
             write_atomic(run.format_file, f"{FORMAT}\n")  # before the config, which makes it a run directory
             run._freeze(config)
             run._identify()
@@ -161,7 +162,7 @@ class RunDir:
         with run.writing():
             if run.config_file.exists():
                 run._refuse_another_format()
-                run._refuse_another_config(config, but_nothing=True)
+                run._refuse_another_config(config, unless_empty=True)
             elif run.path.exists():
                 run._refuse_other_files()
             place = next(path for path in (run.path, *run.path.parents) if path.exists())
@@ -265,10 +266,10 @@ class RunDir:
                 f"{FORMAT}: resume it with the version that wrote it, or choose another run.name"
             )
 
-    def _refuse_another_config(self, config: Config, *, but_nothing: bool = False) -> None:
+    def _refuse_another_config(self, config: Config, *, unless_empty: bool = False) -> None:
         """Raise ConfigError if ``config`` changes keys that a resume may not change.
 
-        but_nothing: whether to allow that if the run has produced nothing.
+        unless_empty: whether every change is allowed while the run has produced nothing.
         """
         self._refuse_an_edited_config()
         try:
@@ -278,13 +279,13 @@ class RunDir:
                 f"{self.path} holds a run that this version cannot resume ({error}): choose another run.name"
             ) from None
         fixed = {key: pair for key, pair in differences(old, config).items() if not may_change(key)}
-        if fixed and not (but_nothing and self.came_to_nothing):
+        if fixed and not (unless_empty and self.came_to_nothing):
             now = [f"{key}={value_text(new)}" for key, (_, new) in fixed.items()]
             before = [f"{key}={value_text(was)}" for key, (was, _) in fixed.items()]
             remedy = (
                 f"resume with {first_few(before, MOST_KEYS)}, or choose another run.name to start afresh"
                 if self.has_learned
-                else "it has taken no optimizer step, so unless it is at work or queued, remove the folder "
+                else "it has taken no optimizer step, so unless it is running or queued, remove the folder "
                 f"{self.path} (nothing was learned), or choose another run.name"
             )
             raise ConfigError(
@@ -300,19 +301,19 @@ class RunDir:
         self._freeze(config)
 
     def _freeze(self, config: Config) -> None:
-        """Write the frozen config, and first copy an earlier one to the history."""
+        """Write the frozen config; first copy the previous one, if there is one, to the history."""
         if self.config_file.exists() and not self.came_to_nothing:
             self._keep(self.config(), config)
         text = dump_config(config)
         write_atomic(self.config_file, f"{CONFIG_HEADER}{_checksum(text)}\n{text}")
 
     def _keep(self, old: Config, new: Config) -> None:
-        if all(key.startswith(OF_A_START) for key in differences(old, new)):
+        if all(key.startswith(PER_START) for key in differences(old, new)):
             return
         self.history.mkdir(exist_ok=True)
         number = 1 + len(list(self.history.glob("config-*.yaml")))
         write_atomic(self.history / f"config-{number:04d}.yaml", dump_config(old))
-        # Before the new config is written. A kill in between means only that the run is finished once more.
+        # Before the new config is written: after a kill in between, the run is merely finished once more.
         if self.finished and new.train.steps > old.train.steps:
             with suppress(FileNotFoundError):  # the run may have been killed before it wrote its summary
                 self.summary.rename(self.history / f"summary-{number:04d}.json")
@@ -387,13 +388,13 @@ class RunDir:
         return self.kept / _folder_of(searcher) / f"{index:06d}.h5"
 
     def kept_files(self) -> dict[ShardKey, Path]:
-        """Return the files of such shards by (searcher, index), ascending."""
+        """Return the files of all kept shards by (searcher, index), ascending."""
         return _shards_in(self.kept, ".h5")
 
     def sealed_files(self) -> dict[ShardKey, Path]:
         """Return the files of all shards on disk, in ``shards`` or ``kept``, by (searcher, index), ascending.
 
-        A file may move to ``kept`` before the caller opens it. The caller then calls this again.
+        A file may move to ``kept`` before the caller opens it. The caller must then list the files again.
         """
         waiting = self.shard_files()  # first: a shard that moves meanwhile is then in both, not in neither
         return dict(sorted({**waiting, **self.kept_files()}.items()))
@@ -401,8 +402,8 @@ class RunDir:
     def begin_attempt(self) -> Path:
         """Make the folder of a new attempt, such as ``logs/attempt-003``, and return it.
 
-        It gets a copy of the config, and ``logs/latest`` leads to it from now on. Of earlier folders the
-        newest ``KEPT_ATTEMPTS`` stay.
+        The folder gets a copy of the config, and ``logs/latest`` leads to it. Earlier folders are deleted,
+        except for the newest ``KEPT_ATTEMPTS``.
         """
         taken = sorted(int(path.name.removeprefix("attempt-")) for path in self.logs.glob("attempt-*"))
         for old in taken[:-KEPT_ATTEMPTS]:
@@ -438,7 +439,7 @@ class RunDir:
 
 
 def of_two_runs(one: int, other: int) -> bool:
-    """Return whether two identities certainly belong to different runs; 0, an unknown one, fits every run."""
+    """Return whether two identities certainly belong to different runs; 0 is unknown, and fits every run."""
     return bool(one and other) and one != other
 
 

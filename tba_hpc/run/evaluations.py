@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Results of greedy answers to a split under the weights of ``step``: one searcher's part, or the whole.
+    """Results of the answers to a split by the weights of ``step``: one searcher's part, or the whole.
 
     correct, total: number of correct answers, and of all. truncated: number of answers that a limit of tokens
     or turns cut off; cut_correct: how many of these are correct. tokens: number of tokens that the policy
@@ -98,7 +98,7 @@ class Evaluation:
 
     @property
     def is_graded(self) -> bool:
-        """True if there are rewards other than 1 for each correct and 0 for each wrong answer."""
+        """True if there are rewards that are not just 1 for correct and 0 for wrong answers."""
         return self.graded > 0 and not self.rewards == self.squares == self.correct
 
     @property
@@ -156,7 +156,7 @@ def missing_parts(run: RunDir, split: Split, step: int, searchers: int) -> list[
 def find_evaluation(run: RunDir, split: Split, step: int) -> Evaluation | None:
     """Return the evaluation joined from all its parts; None while a part is missing.
 
-    The parts may be those of any number of searchers, for an earlier start may have had more or fewer.
+    The parts may come from an earlier start, which may have had another number of searchers.
     """
     path, folder = _whole_file(run, split, step), _folder(run, split, step)
     if whole := _read(path):
@@ -168,7 +168,7 @@ def find_evaluation(run: RunDir, split: Split, step: int) -> Evaluation | None:
 
 
 def evaluations_on_disk(run: RunDir) -> dict[str, tuple[Split, int]]:
-    """Map the name of every evaluation of which anything is on disk to its split and step."""
+    """Map the name of every evaluation that has parts or a joined file on disk to its split and step."""
     name = re.compile(r"((test|validation)-step-(\d+))(\.json)?")
     named = (name.fullmatch(path.name) for path in run.evaluations.iterdir())
     return {found[1]: (cast(Split, found[2]), int(found[3])) for found in named if found}
@@ -240,7 +240,7 @@ def _if_there(read: Callable[[], Result], *, otherwise: Result) -> Result:
 
 
 def _part_name(searcher: int, searchers: int) -> str:
-    """Return the file name of a part. The number of searchers, which decides how a split is cut, is in it."""
+    """Return the file name of a part, with the number of searchers, which decides how a split is divided."""
     return f"searcher-{searcher:04d}-of-{searchers:04d}.json"
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # its import of the config costs time, and batch scripts call
 def this_job() -> str:
     """Return the id of this process's Slurm job, as squeue prints it; "" outside Slurm.
 
-    For a job of an array it is ``49_1``, say. The plain id of the array's last job to start is also that of
-    the array, and ``scancel`` would end them all.
+    For a task of a job array it is, for example, ``49_1``. The task's SLURM_JOB_ID may be that of the whole
+    array, and ``scancel`` with that id would end all tasks.
     """
     array, task = (os.environ.get(f"SLURM_ARRAY_{part}_ID") for part in ("JOB", "TASK"))
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
@@ -39,7 +39,7 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
     changed     a resume brings another config; ``keys``: {"train.steps": [80, 2000]}, old and new values
     start       the ranks are about to be started; ``attempt``: "attempt-003", ``trainers``, ``searchers``
     failed      the ranks ended badly; ``code``: exit status
-    aborted     the user had the ranks killed, by pressing Ctrl-C twice
+    aborted     the user killed the ranks by pressing Ctrl-C twice
     stopped     the ranks ended because they were asked to, or because the job's time was over
     signal      the batch script, or ``tba run``, was asked to stop
     requeue     the batch script puts its job back into the queue
@@ -66,7 +66,7 @@ def append_event(file: Path, event: str, **extra: object) -> None:
 
 
 def read_events(run: RunDir) -> list[dict[str, Any]]:
-    """Read a run's events in order. A line that a crash cut short is left out; a missing file has none."""
+    """Read a run's events in order; none if there is no file. A line that a crash cut short is left out."""
     if not run.events_file.exists():
         return []
     return parse_json_lines(read_regular(run.events_file))

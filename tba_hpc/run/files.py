@@ -41,7 +41,7 @@ class DiskFullError(OSError, ValueError):
 
 
 def is_full(folder: Path) -> bool:
-    """Return whether the file system of a folder is full; False if it does not tell, as 0 of 0 bytes."""
+    """Return whether a folder's file system is full; False if it reports a size of 0, which means unknown."""
     disk = shutil.disk_usage(folder)
     return disk.free < FULL_BYTES and disk.total > 0
 
@@ -56,7 +56,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def refused_file(error: OSError) -> str:
-    """Return a sentence for the user about a file that lacks space or permission; "" for other errors."""
+    """Return a sentence for the user if a file lacked space or permission; "" for other errors."""
     name, reason = error.filename2 or error.filename, error.strerror
     if name and error.errno in FULL_DISK:
         return f"{name} cannot be written ({reason}): free space, or raise the quota or the limit (ulimit -f)"
@@ -97,11 +97,11 @@ def publish(path: Path, *pieces: bytes | memoryview, replace: bool = True) -> No
 
 
 def _name_once(temporary: Path, path: Path) -> None:
-    """Link a file to its final name. Raises FileExistsError if that exists; a rename would replace it."""
+    """Link a file to its final name. Raises FileExistsError if that is taken; a rename would replace it."""
     try:
         os.link(temporary, path)
     except FileExistsError:
-        if temporary.stat().st_nlink != 2:  # with 2 the link was made, and NFS has sent the request twice
+        if temporary.stat().st_nlink != 2:  # with 2 the link was made, but NFS sent the request twice
             raise
 
 
@@ -125,7 +125,7 @@ def is_temporary(error: OSError) -> bool:
 
 
 def retry(do: Callable[[], Result], *, seconds: float) -> Result:
-    """Return ``do()``, called again and again for up to ``seconds`` while it raises temporary errors.
+    """Call ``do`` for up to ``seconds`` until it raises no temporary error, and return its result.
 
     An error is temporary if the disk is full or its server does not answer. Raises the last error.
     """
@@ -154,7 +154,7 @@ def if_available(do: Callable[[], Result], *, otherwise: Result) -> Result:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``, whole and durable or not at all, replacing it; see ``publish``."""
+    """Write ``text`` to ``path``, whole and durable, or leave the old file unchanged; see ``publish``."""
     publish(path, text.encode())
 
 
@@ -186,7 +186,7 @@ def require_regular(path: Path) -> None:
     if not stat.S_ISREG(path.stat().st_mode):
         from tba_hpc.config import ConfigError  # slow to import, and batch scripts call this module often
 
-        raise ConfigError(f"{path} is no regular file, but a folder, pipe or device: remove it")
+        raise ConfigError(f"{path} is not a regular file but a folder, pipe or device: remove it")
 
 
 def open_regular(path: Path) -> BinaryIO:

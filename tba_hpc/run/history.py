@@ -60,7 +60,7 @@ class Merge:
 
 @dataclass(slots=True)
 class History:
-    """Work of the trainer, as far as no resume from an earlier checkpoint has undone it.
+    """Work of the trainer, without what a resume from an earlier checkpoint has undone.
 
     merges: merges, in order. steps: records of optimizer steps, in order. evictions: trajectories evicted
     outside of merges (stale, of an old reference, or used up), by the buffer's revision. starts: how often a
@@ -77,7 +77,7 @@ class History:
 
     @classmethod
     def read(cls, run: RunDir) -> History:
-        """Read the history from the present metrics file of the run's trainer."""
+        """Read the history from the metrics file of the run's trainer."""
         return cls.of(MetricsTail(run.metrics_file("trainer")).records())
 
     @classmethod
@@ -138,7 +138,7 @@ class History:
 
 
 def step_records(records: Iterable[Record]) -> list[Record]:
-    """List the records of optimizer steps, ascending. A step that a resume repeated has its later record."""
+    """List the records of optimizer steps, ascending. Of a step that was repeated the last record counts."""
     return History.of(records).steps
 
 

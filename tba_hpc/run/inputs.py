@@ -53,7 +53,7 @@ def require_same_prompts(run: RunDir, prompts: Mapping[Split, Sequence[Prompt]])
             raise ConfigError(
                 f"{len(others)} of {len(before)} training prompts that {run.path} began with have changed, "
                 f"the first of them prompt {others[0]}: put the data back, or start another run (run.name); "
-                f"to go on with these, delete {file}, and completions of a new text replace those of the old"
+                f"to go on with the new data, delete {file}; a changed prompt then loses its old completions"
             )
         since = "since the run's last start"
         if split == "train":
@@ -66,8 +66,8 @@ def require_same_prompts(run: RunDir, prompts: Mapping[Split, Sequence[Prompt]])
 def require_same_model(run: RunDir, path: str, folder: Path) -> None:
     """Record digests of the model's files when a run begins, and compare them at every later start.
 
-    Each searcher calls it. path: model.path, for the error; folder: where that model lies. Raises ConfigError
-    if a file was changed, added or removed, since references, engines and tokenizers would no longer agree.
+    Each searcher calls it. path: model.path, for the error. folder: the model's folder. Raises ConfigError if
+    a file was changed, added or removed, since references, engines and tokenizers would no longer agree.
     """
     note = run.inputs / "model"
     files = sorted(file for file in folder.iterdir() if file.suffix in MODEL_FILES and file.is_file())

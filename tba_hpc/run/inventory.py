@@ -1,7 +1,7 @@
 """Inventory of a folder in a file COMPLETE, written last: checksum, size and path of every other file.
 
-The first line of COMPLETE is a checksum of its other lines. Checksums are BLAKE3 of 128 bits; whoever can
-write the folder can also write a matching COMPLETE, so that only accidental damage is found.
+The first line of COMPLETE is a checksum of its other lines. Checksums are BLAKE3 of 128 bits. They reveal
+accidental damage only, because whoever can write to the folder can also write a matching COMPLETE.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LINE = re.compile(r"([0-9a-f]{32}) (\d+) (.+)")
 
 
 class SummedFile:
-    """New file that is checksummed while it is written, so that it need not be read again for that.
+    """New file whose checksum is computed while it is written, which saves reading it afterwards.
 
     Use it as a context manager; the file is durable when the block has ended. ``size``: bytes written so far.
     """
@@ -98,7 +98,7 @@ def damage(folder: Path, *only: str) -> str:
     """
     try:
         if (folder / COMPLETE).exists() and not (folder / COMPLETE).is_file():
-            return f"{COMPLETE} is no file"
+            return f"{COMPLETE} is not a file"
         text = (folder / COMPLETE).read_bytes().decode(errors="replace")
         lines = text.partition("\n")[2]
         found = [match.groups() for line in lines.splitlines() if (match := _LINE.fullmatch(line))]

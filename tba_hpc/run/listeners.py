@@ -1,7 +1,7 @@
 """Makes the kernel drop whatever arrives at sockets on which a library listens without need.
 
-Each connection that such a library accepts may cost it a file descriptor forever, so that any user of the
-machine could end the process.
+Each connection that such a library accepts may use up a file descriptor forever. With enough connections any
+user of the machine could make the process fail.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SO_ATTACH_FILTER, TCP_MD5SIG_EXT = 26, 32
 """Socket options that the module ``socket`` does not name."""
 
 WITH_PREFIX = 1
-"""Flag of TCP_MD5SIG_EXT: the peer address is a prefix, here one of 0 bits, which every peer has."""
+"""Flag of TCP_MD5SIG_EXT: the peer address is a prefix; here its length is 0, which matches every peer."""
 
 PIDFD_GETFD = 438
 """Number of the system call pidfd_getfd, on every architecture since Linux 5.6."""
@@ -33,7 +33,7 @@ EVERYBODY = {
     socket.AF_INET: (struct.pack("H126x", socket.AF_INET),),
     socket.AF_INET6: (
         struct.pack("H126x", socket.AF_INET6),
-        struct.pack("H16xH108x", socket.AF_INET6, 0xFFFF),  # ::ffff:0.0.0.0, callers by IPv4
+        struct.pack("H16xH108x", socket.AF_INET6, 0xFFFF),  # ::ffff:0.0.0.0, peers by IPv4
     ),
 }
 """Wildcard peer addresses (struct sockaddr_storage) per address family of the listening socket."""
@@ -45,8 +45,8 @@ SOCK_DIAG, SOCK_DIAG_BY_FAMILY = 4, 20
 def owner(connection: socket.socket) -> int | None:
     """Return the user id of the process at the other end of an accepted IPv4 connection, as ``ss -e`` does.
 
-    The other end must be on this machine. Returns None if the kernel does not know it, or if it is closed.
-    Raises OSError if this process has no file descriptors left.
+    The other end must be on this machine. Returns None if that end is closed or unknown to the kernel. Raises
+    OSError if this process has no file descriptors left.
     """
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, SOCK_DIAG) as netlink:
@@ -68,8 +68,8 @@ def owner(connection: socket.socket) -> int | None:
 def drop_all(listener: socket.socket) -> None:
     """Stop a listening socket from accepting connections; existing ones stay.
 
-    It attaches a packet filter. Where only root may do that to a TCP socket (Linux 6.6.143, of June 2026, and
-    later), it demands signed packets instead. Raises OSError if the system allows neither.
+    This attaches a packet filter to the socket. Where only root may do that (Linux 6.6.143, of June 2026, and
+    later), the socket accepts signed packets only. Raises OSError if the system allows neither.
     """
     try:
         _attach_filter(listener)
@@ -107,9 +107,9 @@ def take(pid: int, descriptor: int) -> int:
 
 
 def unprotected(*, mpiexec: bool) -> str:
-    """Return a phrase about ports that this system does not let a run close to other users; "" for none.
+    """Return a phrase that says which ports a run cannot close to other users on this system; "" if none.
 
-    It tries the calls that a run makes: on a socket of its own and, with ``mpiexec``, on a child's.
+    Tries what a run does: with a socket of this process and, if ``mpiexec``, with a child's file descriptor.
     """
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -156,7 +156,7 @@ def stop_listening(*, less: set[int] | None = None) -> None:
 
 
 def calls(pid: int, ports: set[int]) -> bool:
-    """Return whether a process has a connection to one of these ports of its peers."""
+    """Return whether a process is connected to a peer at one of ``ports``."""
     with suppress(psutil.Error):
         return any(c.raddr and c.raddr[1] in ports for c in psutil.Process(pid).net_connections("inet"))
     return False

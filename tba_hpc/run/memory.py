@@ -23,7 +23,7 @@ def free_memory(process: Path = Path("/proc/self"), groups: Path = Path("/sys/fs
 
 
 def _left_by_groups(listing: Path, groups: Path) -> Iterator[int]:
-    """Yield the bytes left in each control group of the process that has a limit; Slurm sets one per job."""
+    """Yield the bytes left in each limited control group of the process; Slurm sets a limit for each job."""
     for line in listing.read_text().splitlines() if listing.exists() else []:
         _, controllers, group = line.split(":", 2)
         hierarchy, *names = V1 if controllers == "memory" else V2

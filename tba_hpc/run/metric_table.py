@@ -47,7 +47,8 @@ STEP = {
         "share", "effective sample size of w = π_θ/π_behaviour over the batch, (Σw)²/(N·Σw²): 1 on-policy"
     ),
     "train/clip_share": _curve(
-        "share", "tokens of the batch, or completions, on which the objective's clip, cap or mask acts"
+        "share",
+        "tokens, or completions for some objectives, on which the objective's clip, cap or mask acts",
     ),
     "train/flat_groups": _curve("share", "groups of the batch whose rewards are all equal"),
     "train/length": _curve("tokens", "sampled tokens per completion, mean of the batch"),
@@ -57,8 +58,8 @@ STEP = {
     ),
     "train/engine_gap": _curve(
         "nats per token",
-        "mean of |log π_engine − log π_learner| over completions of the batch that the weights before this "
-        "step sampled; absent if there are none",
+        "mean of |log π_engine − log π_learner| over completions of the batch sampled by the weights with "
+        "which this step begins; absent if there are none",
     ),
     "train/residual": Metric("depends on the objective", "mean absolute residual (trajectory balance, OAPL)"),
     "train/advantage": Metric("reward", "mean absolute advantage (policy gradients, TBA′)"),
@@ -72,7 +73,7 @@ STEP = {
     ),
     "train/tokens": Metric("count", "sampled tokens of the batch's completions"),
     "train/wait_share": _curve(
-        "share", "wall time outside of forward, backward and optimizer, since the first steps of this start"
+        "share", "wall time outside of forward, backward and optimizer, without the first steps of this start"
     ),
     "time/step_seconds": _curve("s", "one iteration of the trainer's loop"),
     "time/learn_seconds": Metric("s", "part of time/step_seconds inside ``learner.step``"),
@@ -84,7 +85,8 @@ STEP = {
         "s", "time that the loop stood still to publish weights in this step, if it did"
     ),
     "sync/late": Metric(
-        "count, so far", "publications of weights postponed because the previous one was still in progress"
+        "count, so far",
+        "steps that postponed a publication of weights because the previous one was still in progress",
     ),
     "sync/publishes": Metric("count, so far", "publications of weights"),
     "buffer/size": _curve("count", "trajectories in the replay buffer"),
@@ -100,7 +102,7 @@ STEP = {
     ),
     "staleness/max": _curve("steps", "as staleness/mean, but the maximum of the batch"),
     "staleness/end": _curve(
-        "steps", "as staleness/mean, but of the last token: in a conversation, that of the last turn"
+        "steps", "as staleness/mean, but for a completion's last token (in a conversation, of its last turn)"
     ),
 }
 """The trainer's record of an optimizer step."""
@@ -169,16 +171,16 @@ TRAINER_EVENTS = {
     "started": "the trainer's loop begins",
     "resumed": "the loop begins from the checkpoint of ``step``; records of later steps no longer count",
     "filling": "the loop waits for the first completions",
-    "waiting": "the loop waits for a shard, because none has come since a resume, or for 50 steps (or 5 "
-    "syncs, if those are more steps)",
+    "waiting": "the loop waits for a shard, because none has come since a resume, or in the last 50 steps "
+    "(or the last 5 syncs, if that is longer)",
     "reset": "the policy became the reference",
     "merged": "a shard entered the buffer: see the fields below",
     "evicted": "trajectories left the buffer as too old, of an old reference, or used up by "
     "buffer.replay_limit: ``evicted``",
     "snapshot": "a checkpoint's content was copied; it is written while training continues",
     "checkpoint": "the checkpoint of ``step`` is complete",
-    "postponed": "the checkpoint of ``step`` was left out for lack of space: ``fault``; the last "
-    "one is tried again until the time ``until``",
+    "postponed": "the checkpoint of ``step`` could not be written for lack of space: ``fault``; the last "
+    "checkpoint of a run or attempt is tried again until the time ``until``",
     "damaged": "a damaged checkpoint was set aside, and an earlier one is used: ``checkpoint``, ``fault``",
     "stopped": "training stopped early, after a checkpoint",
     "finished": "the last step is done",
@@ -204,7 +206,7 @@ FIELDS = {
     "added, duplicates, evicted": "by how much the merge raised buffer/added, buffer/duplicates and "
     "buffer/evicted",
     "again, answered": "number of trajectories dropped because an earlier shard had answered their requests; "
-    "these requests",
+    "the ids of these requests",
     "fault": "what is wrong",
     "place, searchers": "the searcher takes the requests with id ≡ place (mod searchers)",
 }

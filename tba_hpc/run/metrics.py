@@ -48,7 +48,7 @@ class MetricsWriter:
     """Writer that appends records to ``path``, where readers see them at once.
 
     On a full disk records wait in memory until there is space. ``log`` and ``sync`` may be called in
-    different threads. digest: summary of this file, which must include its present records.
+    different threads. digest: summary of this file, which must already include the records in it.
     """
 
     def __init__(self, path: Path, *, digest: Digest | None = None) -> None:
@@ -121,7 +121,7 @@ class MetricsWriter:
             return
         except OSError as error:
             fault = error.strerror
-        # Raised outside the handler, else a full disk in its chain would look like one that is worth a retry.
+        # Raised outside the handler: a full disk in its chain would make this error look temporary.
         raise OSError(
             errno.EIO,
             f"records in {self._path} may be lost ({fault}): free space, then start the same run again, "
@@ -165,7 +165,7 @@ class MetricsTail:
         return list(self.records())
 
     def _whole_lines(self) -> bytes:
-        """Read the next complete lines of up to CHUNK bytes together, or one that is longer."""
+        """Read the next complete lines, up to CHUNK bytes of them, or a single line that is longer."""
         try:
             file = open_regular(self._path)  # opened each time, since NFS shows new data only then
         except FileNotFoundError:

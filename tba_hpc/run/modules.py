@@ -1,6 +1,6 @@
-"""Copies the user's own code that a config names from the config's folder into the run.
+"""Copies the user's own code, if a config names any, from the config's folder into the run directory.
 
-Files of that folder that the code names, such as a word list, are copied, too. Thus every rank finds the same
+Files in that folder that the code names, such as a word list, are copied, too. Thus every rank finds the same
 code on any machine, and later edits change no running job.
 """
 
@@ -24,7 +24,7 @@ LARGEST_FILE = 64 << 20
 """Size in bytes above which a file that the code names is not copied."""
 
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
-"""Selects what is not copied of a package."""
+"""Argument ``ignore`` of ``shutil.copytree``: the files of a package that are not copied."""
 
 
 def folder_of(config: Path) -> Path:
@@ -41,20 +41,20 @@ def use(folder: Path) -> None:
 def use_here() -> None:
     """Have ``import`` and ``find_file`` look into the working directory, after all other folders.
 
-    After, because anybody may write into a working directory like /tmp.
+    The working directory comes last because it may be one, like /tmp, into which anybody may write.
     """
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
 
 
 def find_file(name: str) -> Path | None:
-    """Find a file by its relative path in the folders from which Python imports; None if it is in none."""
+    """Find a file by its relative path in the folders from which Python imports; None if it is not there."""
     files = (Path(folder or ".") / name for folder in sys.path)
     return next((file.absolute() for file in files if file.is_file()), None)
 
 
 def keep(run: RunDir, config: Config, beside: Path) -> None:
-    """Replace the run's copy of code by what ``config`` needs from the folder ``beside``.
+    """Replace the run's copy of the user's code by what ``config`` needs from the folder ``beside``.
 
     If the config needs nothing from that folder, the earlier copy stays. Messages on stderr name files that
     differ from the earlier copy, unless the run has produced nothing, and files that are too large to copy.
@@ -65,7 +65,7 @@ def keep(run: RunDir, config: Config, beside: Path) -> None:
     for path in large:
         print(
             f"{path.name}, which code of the run names, is {path.stat().st_size >> 20} MiB, and files beyond "
-            f"{LARGEST_FILE >> 20} MiB are not copied with the code: name it there by its absolute path",
+            f"{LARGEST_FILE >> 20} MiB are not copied: let the code name it by its absolute path",
             file=sys.stderr,
         )
     kept = [(path, run.modules / path.relative_to(beside)) for path in found]
@@ -85,10 +85,10 @@ def keep(run: RunDir, config: Config, beside: Path) -> None:
 
 
 def needed(config: Config, folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the paths in a folder that ``config`` needs, and apart from them the files too large to copy.
+    """Return the paths in a folder that ``config`` needs, and separately those of files too large to copy.
 
-    Needed are the modules and programs of the folder that the config names, the modules of the folder that
-    these import, and the files of the folder that any of these names.
+    These are the modules and programs that the config names, the modules that they import, and the files that
+    their code names, as far as they are in the folder.
     """
     code = set(_named(config, folder))
     files = {file for path in code for file in _files(path, folder)} - code
@@ -102,7 +102,7 @@ def copy(paths: Iterable[Path], folder: Path, to: Path) -> None:
         target = to / path.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
-            shutil.copytree(path, target, ignore=LEFT_OUT)
+            shutil.copytree(path, target, ignore=LEFT_OUT, copy_function=shutil.copy)  # with new timestamps
         else:
             shutil.copyfile(path, target)
 
@@ -128,7 +128,7 @@ def _named(config: Config, folder: Path) -> Iterator[Path]:
 
 
 def _modules(names: Iterable[str], folder: Path) -> list[Path]:
-    """Return the modules and packages of a folder with these names, and those of it that they import."""
+    """Return the modules and packages in a folder that have these names, or are imported by others found."""
     found: dict[str, Path] = {}
     new = set(names)
     while new:
@@ -144,7 +144,7 @@ def _modules(names: Iterable[str], folder: Path) -> list[Path]:
 
 
 def _imports(path: Path) -> set[str]:
-    """Return the top-level names of what a module, or the modules of a package, import."""
+    """Return the top-level names that a module, or any module of a package, imports."""
     names: set[str] = set()
     for node in _nodes(path):
         if isinstance(node, ast.Import):
@@ -171,8 +171,8 @@ def _files(path: Path, folder: Path) -> Iterator[Path]:
 def _words(node: ast.AST) -> str:
     """Return the path that a syntax node may spell; "" if it can spell none.
 
-    It is the text of a string constant. Of an expression with ``/``, and of a call, it is the paths that the
-    operands or arguments spell, joined by "/".
+    A string constant spells its text. An expression with ``/`` spells the paths of its operands, joined by
+    "/"; a call does the same with its arguments.
     """
     match node:
         case ast.Constant(value=str() as text):
@@ -185,7 +185,7 @@ def _words(node: ast.AST) -> str:
 
 
 def _nodes(path: Path) -> Iterator[ast.AST]:
-    """Yield the syntax nodes of a module, or of a package's modules; none of another kind of file."""
+    """Yield the syntax nodes of a module, or of a package's modules; none for files that are not Python."""
     for file in path.rglob("*.py") if path.is_dir() else [path] if path.suffix == ".py" else []:
         with suppress(SyntaxError, ValueError):  # a module with such an error fails when it is imported
             yield from ast.walk(ast.parse(file.read_text(encoding="utf-8")))

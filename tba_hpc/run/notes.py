@@ -53,7 +53,7 @@ def log_file(logs: Path, name: str) -> Path:
 
 
 def redirect_output(run: RunDir, role: Role, index: int) -> None:
-    """Redirect this process's standard output and error to the log of the rank in its attempt."""
+    """Redirect this process's standard output and error to the rank's log of the present attempt."""
     sys.stdout.flush()
     sys.stderr.flush()
     with log_file(run.attempt, rank_name(role, index)).open("ab") as file:
@@ -74,7 +74,7 @@ def write_note(run: RunDir, role: Role, index: int, sentence: str, kind: Kind) -
 
 
 def first_note(logs: Path, kind: Kind | Literal["*"]) -> str | None:
-    """Return the earliest note in an attempt's folder, None without any; ``*`` means notes of both kinds."""
+    """Return the earliest note of a kind in an attempt's folder, or None. kind: ``*`` means both kinds."""
     notes = sorted(logs.glob(f"{kind}-*-*.txt"), key=lambda path: path.stat().st_mtime_ns)
     return notes[0].read_text(encoding="utf-8").strip() if notes else None
 

@@ -4,16 +4,16 @@ A second owner is refused. Kernel locks do not work across hosts on many shared 
 therefore a file made by ``os.link``, which succeeds for exactly one of any number of rivals.
 
 Claims to the same name are numbered, and the one with the highest number is valid. The successor of a dead
-owner makes a claim with the next number, and only then removes the old file. If it removed a file first, that
-could be the claim that a rival has just made. When an owner leaves, its file stays and names nobody, so that
-no number is used twice.
+owner makes a claim with the next number, and only then removes the old file. If it removed first, it could
+remove the claim that a rival has just made. When an owner leaves, its file stays and names nobody, so that no
+number is used twice.
 
 An owner keeps the run's folder open. Other processes of its machine check this, because in a copied run
 folder the claims name processes that work on the original.
 
 An owner touches its file every BEAT_SECONDS. If it is on another host and silent for SILENT_OWNER_SECONDS,
-anybody may take its name. If it was only frozen, it ends as soon as it notices this, which it checks before
-anything that it writes counts (``end_if_superseded``).
+anybody may take its name. A process that was only frozen must therefore check that it has no successor before
+anything that it has written counts (``end_if_superseded``).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Owner:
 
     @classmethod
     def this(cls, pid: int, *, elastic: bool = False) -> Owner:
-        """Make the owner that is this process, whose number is ``pid``; with 0 its Slurm job as a whole."""
+        """Return this process, whose number is ``pid``, as an owner; with 0, its Slurm job as a whole."""
         return cls(
             host=socket.gethostname(),
             machine=_machine(),
@@ -122,7 +122,7 @@ UNKNOWN = Owner(host="unknown", machine="unknown", pid=-1)
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Valid claim to a name. number: 0, and file: None, if nobody has claimed the name yet."""
+    """Valid claim to a name. number, file: 0 and None if nobody has claimed the name yet."""
 
     name: str
     number: int = 0
@@ -155,14 +155,14 @@ def is_abandoned(run: RunDir) -> bool:
 def claim_for_job(run: RunDir) -> None:
     """Make this process's Slurm job the owner of the run until the job ends.
 
-    Waits for an earlier owner to end; raises OwnedError if it is at work.
+    Waits for an earlier owner to end. Raises OwnedError if it is still at work when the wait is over.
     """
     _claim(run, LAUNCH, Owner.this(0), wait=True)
 
 
 @contextmanager
 def owned(run: RunDir, name: str = LAUNCH) -> Iterator[None]:
-    """Own the run, or a rank's name, while the block runs. Raises OwnedError if another process does.
+    """Own the run, or a rank's name, while the block runs. Raises OwnedError if another process owns it.
 
     A rank first waits for an earlier owner of its name, which may be about to end or be dead. If another
     process takes over while this one is frozen, this one ends with Exit.FAILED.
@@ -189,7 +189,7 @@ def take_lease(run: RunDir, names: Iterable[str]) -> Lease | None:
 class Lease:
     """Claim of this process, kept alive by a thread that touches its file.
 
-    name: what is owned. number: number of the claim, which no other claim to this name ever gets.
+    name: the name that is owned. number: number of the claim, unique among all claims to this name.
     """
 
     def __init__(self, file: Path) -> None:
@@ -266,7 +266,7 @@ def keeps_open(run: RunDir, pid: int) -> bool | None:
 def _leads_to(link: Path, folder: Path) -> bool:
     """Return whether a link of /proc leads to ``folder``.
 
-    Names are compared first, because a look at an open file whose server does not answer may never return.
+    Names are compared first, because ``samefile`` may never return if the file's server does not answer.
     """
     with suppress(OSError):  # the descriptor has just been closed
         return link.readlink().name == folder.name and link.samefile(folder)
@@ -284,7 +284,7 @@ def clock(run: RunDir) -> float:
 
 
 def _end(sentence: str) -> None:
-    """Print a sentence and end this process at once; skip the sentence if standard error takes none."""
+    """Print a sentence, unless standard error is closed or would block, and end this process at once."""
     try:
         if sys.stderr and not sys.stderr.closed and select.select([], [sys.stderr], [], 0)[1]:
             os.write(sys.stderr.fileno(), sentence.encode())
@@ -428,8 +428,8 @@ def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
 def _is_silent(run: RunDir, claim: Claim) -> bool:
     """Return whether an owner has given no sign of life for SILENT_OWNER_SECONDS.
 
-    A sign with a time in the future was made by another clock, or before a clock was set back. Then the owner
-    is watched for one and a half times BEAT_SECONDS.
+    A sign dated further than that into the future shows that a clock was wrong. The owner is then watched for
+    one and a half times BEAT_SECONDS.
     """
 
     def sign() -> float:  # a job that owns a run as a whole gives no signs, but its trainer ranks do
@@ -448,7 +448,7 @@ def _is_silent(run: RunDir, claim: Claim) -> bool:
 
 
 def _is_of_an_earlier_start(claim: Claim, me: Owner) -> bool:
-    """Return whether the owner belongs to an earlier start within this process's Slurm job, so must be gone.
+    """Return whether the owner is of an earlier start in this process's Slurm job, and so must be gone.
 
     A requeue ends all processes of a job, and a job starts its ranks by one Slurm step after another. But two
     ``tba run``, or two elastic searchers, may be at work in one job at the same time.

@@ -22,10 +22,10 @@ _libc = ctypes.CDLL(None)
 class StopFlag:
     """Flag ``is_set`` that SIGTERM, SIGUSR1 and SIGINT set within ``with StopFlag() as stop``.
 
-    Loops read it where they can stop safely. The signal handler does nothing else, since saving inside a
-    handler could interrupt a save. Before the block the signals end the process at once, as is right while it
-    has nothing to save and is busy with imports or the start of MPI. After the block they are ignored,
-    because the process is about to exit. Use it in the main thread only.
+    Loops read it where they can stop safely. The signal handler only sets it, since saving inside a handler
+    could interrupt a save. Before the block the signals end the process at once, because it has nothing to
+    save yet. After the block they are ignored, because the process is about to exit. Use it in the main
+    thread only.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

@@ -31,10 +31,10 @@ ANSWER_SECONDS = 30.0
 """Timeout of all Slurm commands but squeue, in seconds."""
 
 SQUEUE_SECONDS = 5.0
-"""Timeout of squeue, in seconds."""
+"""Timeout of squeue for displays, in seconds. On a busy cluster it may take longer."""
 
 JOB_CHECK_SECONDS = 10.0
-"""Seconds between two looks at a job whose end is awaited."""
+"""Seconds between two queries about a job whose end is awaited."""
 
 SQUEUE_FIELDS = {
     "id": "%i",
@@ -83,7 +83,7 @@ def fields(line: str) -> dict[str, str]:
 
 
 def mebibytes(memory: str) -> float:
-    """Convert a size as of ``sbatch --mem``, such as ``480G`` or ``3000``, to MiB; 0 if it is no size."""
+    """Convert a size for ``sbatch --mem``, such as ``480G`` or ``3000``, to MiB; 0 if it is not a size."""
     match = re.fullmatch(r"(\d+)([KMGT]?)B?", memory.upper())
     return int(match[1]) * MEBIBYTES[match[2] or "M"] if match else 0
 
@@ -115,11 +115,11 @@ class ActiveJob:
 
 def active_job(run: RunDir) -> ActiveJob | None:
     """Return the run's job if it is queued or has nodes, otherwise None."""
-    return active(job_states(run))
+    return active(job_states(run, seconds=ANSWER_SECONDS))
 
 
 def active(components: Sequence[Mapping[str, str]]) -> ActiveJob | None:
-    """Return the job with these components, as of ``job_states``; None if all of them have ended.
+    """Return the job with these components, from ``job_states``; None if all of them have ended.
 
     If some components have nodes and others are queued, the job counts as having nodes.
     """
@@ -154,18 +154,18 @@ def jobs_of(run: RunDir) -> list[str]:
     return chain[chain.index(job[0]) :] if job and job[0] in chain else job
 
 
-def job_states(run: RunDir) -> list[dict[str, str]]:
+def job_states(run: RunDir, *, seconds: float | None = None) -> list[dict[str, str]]:
     """List the components of the run's job as squeue sees them; empty if the run was never submitted.
 
-    Each has the keys ``job`` (its id) and SQUEUE_FIELDS. Of a chain the first job that is queued or has nodes
-    is listed. ``state`` is NO_ANSWER if squeue is missing or does not answer, and FORGOTTEN if Slurm no
-    longer knows the job.
+    Each component has the keys ``job`` (its job's id) and SQUEUE_FIELDS. Of a chain the first job that is
+    queued or has nodes is listed. ``state`` is NO_ANSWER if squeue is missing or does not answer, and
+    FORGOTTEN if Slurm no longer knows the job. seconds: timeout of squeue; None: SQUEUE_SECONDS.
     """
     jobs = jobs_of(run)
     if not jobs:
         return []
     nothing = {"job": jobs[0], **dict.fromkeys(SQUEUE_FIELDS, "")}
-    if (rows := components(*jobs)) is None:
+    if (rows := components(*jobs, seconds=seconds)) is None:
         return [{**nothing, "state": NO_ANSWER}]
     by_job = [[row for row in rows if row["job"] == job] for job in jobs]
     own = next(filter(active, by_job), by_job[0])
@@ -179,12 +179,15 @@ def bracketed(reason: str) -> str:
     return "" if reason in ("", "None") else f" ({reason})"
 
 
-def components(*jobs: str) -> list[dict[str, str]] | None:
-    """List the components of the jobs with these ids, as ``job_states`` does; None without an answer."""
+def components(*jobs: str, seconds: float | None = None) -> list[dict[str, str]] | None:
+    """List the components of the jobs with these ids, as ``job_states`` does; None if squeue fails.
+
+    seconds: timeout of squeue; None: SQUEUE_SECONDS.
+    """
     layout = "|".join(SQUEUE_FIELDS.values())
     command = ("squeue", "--noheader", f"--jobs={','.join(jobs)}", "--states=all", f"--format={layout}")
     try:
-        seen = _run(command, SQUEUE_SECONDS)
+        seen = _run(command, seconds or SQUEUE_SECONDS)
     except SlurmError:
         return None
     if seen.returncode and "Invalid job id" not in seen.stderr:

@@ -41,9 +41,9 @@ def write_stacks_to_log() -> None:
 def watched(stop_asked: Callable[[], bool], seconds: float) -> Callable[[], bool]:
     """Wrap a function that a loop calls once per iteration, so that a hanging loop shows in the log.
 
-    The loop calls the returned function instead of ``stop_asked``, which asks whether it must stop. If the
-    function is not called for ``seconds``, the stacks of all threads go to standard error, even if the main
-    thread holds Python's lock.
+    The loop calls the returned function instead of ``stop_asked``, which returns whether the loop must stop.
+    If no call comes for ``seconds``, the stacks of all threads go to standard error, even if the main thread
+    holds Python's lock.
     """
     armed = time.monotonic()
     faulthandler.dump_traceback_later(seconds)
@@ -78,7 +78,7 @@ def _say_that_it_went_on(seconds: float) -> None:
 
 
 def late_ranks(logs: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name and the innermost frames of each rank that its log shows as late.
+    """Yield the name of each rank that is late, according to its log, and its innermost frames.
 
     A rank that has continued since is left out. logs: folder of an attempt.
     """

@@ -3,7 +3,7 @@
 If a task's code calls ``os._exit`` or has a segmentation fault, nothing else says where. The file is cleared
 when a call returns, and when the process ends by an error or on request. A kill from outside cannot be told
 from a crash, so a call is blamed only after the searcher's process has ended in it twice. If the call
-returns at a later attempt, its earlier ends are forgotten.
+returns in a later attempt, the process's earlier ends in it no longer count.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 
 HEAD = 256
 """Number of bytes at the beginning of the file that hold the attempt and the present call. After them comes a
-line for each earlier end of the process in a call, with the attempt and the call."""
+line with attempt and call for each time that the process has ended in a call."""
 
 MOST_BYTES = 1 << 16
 """Largest number of bytes that are read from the file."""
 
 MOST_ENDS = 2
-"""Number of ends in the same call after which the run ends with an error, instead of starting again."""
+"""Number of times that the process has ended in the same call when the run ends with an error."""
 
 
 class Underway:
@@ -88,12 +88,12 @@ class Underway:
 
 
 def _judged(searcher: int, call: str, attempts: list[str]) -> ConfigError | None:
-    """Log a warning about a call in which the searcher ended; or return the error if that was too often."""
+    """Log a warning about a call in which the searcher ended, or return an error if it did so too often."""
     found = f"searcher {searcher} ended without an error message during {call}, in attempt"
     if len(attempts) < MOST_ENDS:
         log.warning("%s %s: if that happens again, the run ends", found, attempts[0])
         return None
     return ConfigError(
-        f"{found}s {' and '.join(attempts)}: mend the task's code, which there may end or crash its process, "
-        "or take all memory, and start from the config again (the run keeps a copy of the code)"
+        f"{found}s {' and '.join(attempts)}: mend the task's code, which may end or crash its process there, "
+        "or use up the memory, and start from the config again (the run keeps a copy of the code)"
     )

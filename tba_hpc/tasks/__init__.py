@@ -4,8 +4,8 @@ A task is a class with the methods of ports.Task and this constructor:
 
     def __init__(self, tokenizer, *, train_file=None, test_file=None, **options)
 
-In place of ``**options`` stand a task's own keyword arguments. They receive the config's ``task.options``,
-whose types are checked against the annotations. An argument named ``serve`` receives a ports.Serve, a
+``**options`` stands for a task's own keyword arguments, which receive the config's ``task.options``. An
+option's type is checked against the annotation. An argument named ``serve`` receives a ports.Serve, a
 function that starts another model for the task. An argument named ``reward`` receives the sections of
 ``task.reward``, as config.RewardSection by name.
 
@@ -166,6 +166,6 @@ def _check_value(key: str, value: object, annotation: Any) -> None:
         TypeAdapter(annotation).validate_python(value, strict=True)
     except ValidationError as error:
         rule = error.errors()[0]["msg"]
-        # YAML reads such a text as a mapping.
+        # YAML reads a text that begins with { as a mapping.
         hint = ": put a text that begins with { in quotes" if isinstance(value, dict) else ""
         raise ConfigError(f"{key} has the value {value!r}, but {rule[0].lower()}{rule[1:]}{hint}") from None

@@ -25,7 +25,7 @@ POINTS, DIGITS = 5, 40
 
 RELATIONS = ("=", "<", ">", r"\leq", r"\geq", r"\ne", r"\approx", r"\in", r"\equiv")
 TURNED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
-"""Inequality signs by the signs that they become when the sides are exchanged."""
+"""What each inequality sign becomes when the sides are exchanged."""
 
 GREEK = "alpha|beta|gamma|theta|phi|omega|lambda|mu|sigma|rho|delta"
 NAME = re.compile(
@@ -62,7 +62,7 @@ BASED = re.compile(r"\(?([-0-9A-Z]+)\)?\s*(?:_\s*\{?\(?(\d+)\)?\}?|\\?(?:text\{)
 
 
 def equal(given: str, gold: str) -> bool:
-    """Return whether an answer equals the gold answer; both LaTeX or plain, without dollar signs or boxes.
+    """Return whether an answer equals the gold answer. Both are LaTeX or plain text, without $ or boxes.
 
     Raises whatever the parser or sympy raises for a text that it cannot read.
     """
@@ -304,7 +304,7 @@ def _same_quantity(given: str, gold: str) -> bool:
 
 
 def _are_times(given: str, gold: str) -> bool:
-    """Return whether these are times of day, such as 3:05, which must not be compared as ratios."""
+    """Return whether the texts are times of day, such as 3:05, and must not be compared as ratios."""
     return bool(re.search(r":0\d", given + gold) or (":" in given and re.fullmatch(r"\d{1,2}:\d\d", gold)))
 
 
@@ -337,7 +337,7 @@ UNREAD = re.compile(
     r"\\text|\\p?mod|\\bmod|\d\s*_|(?<![_^\d])\d+\s+\d|\\overline\s*\{[\dA-Z]|\\angle|\\triangle"
     r"|'|\"|…|\\[lc]?dots|\\approx|\\begin\{(?!\w*matrix)"
 )
-"""Pattern of marks that the parser would ignore or misread, so that the text has no value."""
+"""Pattern of marks that the parser would ignore or misread. A text with such a mark has no value."""
 
 
 def _value(text: str) -> Any:
@@ -376,7 +376,7 @@ def _equal_values(a: Any, b: Any) -> bool:
 
 
 def _points(symbols: set[Any]) -> list[dict[Any, Any]]:
-    """Return POINTS assignments of random numbers to the symbols, or one that is empty if there are none.
+    """Return POINTS assignments of random numbers to the symbols; without symbols, one empty assignment.
 
     Expressions that agree at all these points are taken as equal.
     """

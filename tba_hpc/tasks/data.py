@@ -22,10 +22,10 @@ HELD_OUT: tuple[Split, ...] = ("validation", "test")
 T = TypeVar("T")
 
 MOST_SET_ASIDE = 0.01
-"""Largest share of rows that may be unusable. With more, the data are refused as the wrong ones."""
+"""Largest share of rows that may be unusable. With more, all the data are refused."""
 
 MOST_LEVELS = 100
-"""Deepest nesting of lists and objects in a row, such that every thread of every rank can handle it."""
+"""Deepest nesting of lists and objects in a row that every thread of every rank can handle."""
 
 BLANK = b" \t\r\xef\xbb\xbf"
 """Bytes of which a blank line may consist, including those of a byte-order mark."""
@@ -44,8 +44,8 @@ class HubData:
 class Table(Generic[T]):
     """A task's rows by split. Each source is read once, when its rows are first needed.
 
-    A held-out split without a source of its own is taken from the end of the usable training rows, which are
-    then not trained on. If neither validation nor test has one, the last ``held_out`` rows are for
+    A held-out split without a source of its own takes its rows from the end of the usable training rows;
+    these rows are not trained on. If neither validation nor test has one, the last ``held_out`` rows are for
     validation, and as many before them for test.
 
     parse, wanted: see ``usable_rows``. key: config key of ``held_out``, for errors. identity: function from a
@@ -82,7 +82,7 @@ class Table(Generic[T]):
         if trained:
             log.warning(
                 "%d of %d %s rows are also trained on, so their score shows what was memorised: leave them "
-                "out of one of the two",
+                "out of the training data",
                 *(sum(times[key] for key in trained), len(held_out), split),
             )
 
@@ -122,7 +122,7 @@ def refuse_files(task: str, *files: str | None, remedy: str) -> None:
 
 
 def named_in_options(task: TaskSection, kind: ResourceKind, *options: str) -> list[Resource]:
-    """Return the resources that the given options of a task name, without those that are not set."""
+    """Return a resource of one kind for each of the given options that a task sets."""
     values = {f"task.options.{option}": task.options.get(option) for option in options}
     return [Resource(kind, key, str(value)) for key, value in values.items() if value]
 
@@ -206,7 +206,7 @@ def _file_rows(path: Path, key: str) -> Iterable[tuple[int, bytes]]:
 def _object(line: bytes) -> Mapping[str, object]:
     """Parse the JSON object of a line. Raises Unusable if there is none, or if some rank could fail on it."""
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = _DECODER.decode(line.decode("utf-8-sig"))
         if b"\\u" in line:  # may be half of a surrogate pair, which tokenizers refuse
             json.dumps(row, ensure_ascii=False).encode()
         deep = len(line) > 2 * MOST_LEVELS and _is_deep(row, MOST_LEVELS)
@@ -216,6 +216,8 @@ def _object(line: bytes) -> Mapping[str, object]:
         raise Unusable("it holds half of a surrogate pair, which is no character") from None
     except json.JSONDecodeError as error:
         raise Unusable(f"no JSON: {error.msg} at column {error.colno}") from None
+    except Unusable:
+        raise
     except ValueError:
         raise Unusable(f"it holds a number with over {sys.get_int_max_str_digits()} digits") from None
     except RecursionError:
@@ -225,6 +227,24 @@ def _object(line: bytes) -> Mapping[str, object]:
     if not isinstance(row, dict):
         raise Unusable("it holds no JSON object")
     return row
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return the JSON object with these keys and values. Raises Unusable if a key occurs twice."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+        raise Unusable(f"it has the key {twice!r} twice in one object")
+    return made
+
+
+def _constant(name: str) -> float | None:
+    """Return None for NaN, which pandas writes for a missing value. Infinity stays."""
+    return None if name == "NaN" else float(name)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_constant)
+"""Decoder of a row. Python's default takes the last of several values of a key, and lets NaN pass."""
 
 
 def _is_deep(value: object, levels: int) -> bool:

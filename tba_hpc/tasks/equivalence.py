@@ -37,7 +37,7 @@ class Equivalence:
         self._pool: Pool | None = None
 
     def __call__(self, answer: str, target: str) -> bool:
-        r"""Return whether ``answer`` equals ``target``; both LaTeX or plain, without ``$`` or ``\boxed``.
+        r"""Return whether ``answer`` equals ``target``: LaTeX or plain text, without ``$`` or ``\boxed``.
 
         Raises TimeoutError if no worker can be started.
         """

@@ -1,4 +1,4 @@
-"""Turns the fields of a row into text: in templates, and as the messages of a conversation."""
+"""Turns fields of a row into text, in templates and in messages, and finds the answer in a model's text."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ def filled_in(template: str, fields: Mapping[str, object]) -> str:
     return re.sub(r"\{(\w+)\}", lambda m: as_text(fields[m[1]]) if m[1] in fields else m[0], template)
 
 
+def answer_in(text: str) -> str:
+    """Return what follows the last ``</think>`` in a text: the answer of a model that thinks first."""
+    return text.rpartition("</think>")[2]
+
+
 def require_text(row: Mapping[str, object], name: str) -> None:
     """Raise Unusable unless the field ``name`` is a number, or a text that is not blank."""
     if name not in row:
@@ -54,6 +59,8 @@ def require_messages(messages: Sequence[object], name: str) -> None:
 
     name: the field that holds them, for errors.
     """
+    if not messages:
+        raise Unusable(f"{name!r} is an empty list")
     role: object = None
     for place, message in enumerate(messages, start=1):
         role, content = (
@@ -66,4 +73,6 @@ def require_messages(messages: Sequence[object], name: str) -> None:
         if not isinstance(content, str):
             raise Unusable(f"message {place} of {name!r} has no text as its content")
     if role not in ANSWERED:
-        raise Unusable(f"the last message of {name!r} is of {role!r}, but the model answers a user or a tool")
+        raise Unusable(
+            f"the last message of {name!r} has the role {role!r}, but the model answers a user or a tool"
+        )

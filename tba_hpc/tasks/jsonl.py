@@ -9,6 +9,7 @@ A prompt may also be a list of messages, each with a role and a content, for the
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -27,8 +28,13 @@ from tba_hpc.tasks.program import Program
 from tba_hpc.tasks.rewards import Fields, Function, make_rewards
 from tba_hpc.tasks.rows import Rows
 
+log = logging.getLogger(__name__)
+
 PROMPT = "{prompt}"
 """Default template: the row's prompt, unchanged."""
+
+INSTRUCTING = ("system", "developer", "user")
+"""Roles of messages whose text a chat template must show. An assistant's thoughts may be dropped."""
 
 
 class Jsonl(Rows[Fields]):
@@ -109,12 +115,32 @@ class Jsonl(Rows[Fields]):
         found = self._table.rows(split)
         for number, row in enumerate(found, start=1):
             self.require(row, f"row {number} of the {split} rows")
-        return [(self.shown(row), as_text(row.get(self._target)), row) for row in found]
+        texts = [self.shown(row) for row in found]
+        self._tell_left_out(split, found, texts)
+        return [(text, as_text(row.get(self._target)), row) for row, text in zip(found, texts, strict=True)]
+
+    def _tell_left_out(self, split: Split, rows: Sequence[Fields], texts: Sequence[str]) -> None:
+        """Log a warning if the chat template leaves out messages, as some do if they do not know a role.
+
+        texts: the rendered prompts of the ``rows``.
+        """
+        lost = [
+            message
+            for row, text in zip(rows, texts, strict=True)
+            for message in self.given_messages(row) or ()
+            if message["role"] in INSTRUCTING and message["content"].strip() not in text
+        ]
+        if lost:
+            log.warning(
+                "the chat template leaves out %d of the messages of %s rows, such as %.60r of the role %r: "
+                "put the text into a user's message, or set another chat_template in tokenizer_config.json",
+                *(len(lost), split, lost[0]["content"], lost[0]["role"]),
+            )
 
     def require(self, row: Fields, line: str) -> None:
         """Raise ConfigError if a row lacks a field that a reward function needs.
 
-        line: name of the row in errors.
+        line: what errors call the row.
         """
         for reward in self._rewards.values():
             if isinstance(reward, Function):
@@ -143,7 +169,7 @@ class Jsonl(Rows[Fields]):
         return given if isinstance(given, list) and self._template == PROMPT else None
 
     def chat_tokenizer(self, tokenizer: Tokenizer) -> ChatTokenizer:
-        """Return ``tokenizer``, which has a chat template. Raises ConfigError if it has none."""
+        """Return ``tokenizer``. Raises ConfigError if it cannot render chats."""
         if not isinstance(tokenizer, ChatTokenizer):
             raise ConfigError(
                 f"the task {type(self).__name__.lower()} needs a chat template, which the tokenizer of "
@@ -201,7 +227,7 @@ class Jsonl(Rows[Fields]):
         return self._parts if len(self._parts) > 1 else {}
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-        """Return whether the reward of each completion, kept for ``grades``, is at least ``correct_from``."""
+        """Return whether each completion's reward (see ``grades``) is at least ``correct_from``."""
         self._grades = self._judge(prompts, completions)
         return [reward >= self._correct_from for reward in self._grades]
 

@@ -1,10 +1,10 @@
 """A reward from a judge over HTTP: a chat model, or the user's own server.
 
 Each completion is judged in one POST of JSON. If the config names a model, the POST is a chat with one
-message, and the reward is the last number in the reply (8 for 8/10). Otherwise the POST contains the row's
+message, and the reward is the number in the reply (``rating``). Otherwise the POST contains the row's
 fields and the completion, and the reply is a number, or an object with a number ``reward``. Redirects are not
-followed, because they would send the key to another address. For the same reason the environment's proxy is
-only used for https.
+followed, because they would send the key to another address. For the same reason a proxy set in
+environment variables is only used for https.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import httpx
 
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.core import web
-from tba_hpc.tasks.fields import filled_in
+from tba_hpc.tasks.fields import answer_in, filled_in
 
 LONGEST_ANSWER = 1 << 20
-"""Largest number of bytes that are read of a reply."""
+"""Largest number of bytes that are read from a reply."""
 
 RETRIES = 3
 """Number of retries after a judge was busy, unreachable or silent."""
@@ -54,6 +54,11 @@ SCALE = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 """Pattern of text whose numbers are not ratings: remarks in brackets, and the range of a scale."""
+
+FIELD = re.compile(
+    rf"""["'](?:score|rating|reward)["']\s*:\s*["']?({NUMBER.pattern})""", re.ASCII | re.IGNORECASE
+)
+"""Pattern of a JSON field with a rating."""
 
 
 class Reply(NamedTuple):
@@ -88,15 +93,15 @@ class Judge:
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
         """Return the judge's number for each (row, completion); NaN if a chat model writes no number.
 
-        Raises JudgeError if the judge does not reply, or not with a reward.
+        Raises JudgeError if the judge does not reply, or if a reply holds no reward.
         """
         return asyncio.run(self._ask_all(answers))
 
     def try_on(self, row: Mapping[str, object]) -> None:
         """Ask about an empty completion. Raises ConfigError if the judge is unreachable or refuses access.
 
-        A timeout is ignored, because a judge may be slow at first. Other status codes are ignored, because a
-        judge may reject an empty completion.
+        A timeout is ignored, because a judge may be slow at first. A status code outside REFUSALS is ignored,
+        because a judge may reject an empty completion.
         """
         try:
             status = asyncio.run(self._try_on(row)).status
@@ -199,12 +204,18 @@ def _rating_of(choice: Mapping[str, Any]) -> float:
     content = choice["message"]["content"] or ""
     if choice.get("finish_reason") == "length":
         return math.nan
-    return rating(content if isinstance(content, str) else "".join(part["text"] for part in content))
+    text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return rating(answer_in(text))
 
 
 def rating(text: str) -> float:
-    """Return the last number in the text of a judge; NaN if there is none. 8/10 and 8 out of 10 are 8."""
+    """Return the last number in the text of a judge; NaN if there is none. 8/10 and 8 out of 10 are 8.
+
+    If the text has exactly one JSON field named score, rating or reward, its number counts instead.
+    """
     text = text.replace("\N{MINUS SIGN}", "-")
+    if len(fields := FIELD.findall(text)) == 1:
+        return float(fields[0].replace(",", ""))
     for said in (SCALE.sub(" ", text), text):
         numbers = NUMBER.findall(BEST.sub(r"\1", said))
         if numbers:

@@ -17,7 +17,7 @@ NARROW = "\u00a0\u202f\u2009\u2007\u2008"
 """Spaces that can occur within a number: no-break, narrow, thin, or as wide as a digit or a point."""
 
 WITHIN_NUMBER = re.compile(rf"(?<=\d)(?:[{NARROW}]|\\[,!;: ]|\{{,\}})(?=\d)")
-"""Pattern of thousands separators that are spaces other than a plain one, or LaTeX."""
+"""Pattern of thousands separators that are LaTeX, or spaces other than the plain one."""
 
 MONEY = {
     "\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee", "₩": "won", "₽": "ruble",
@@ -50,7 +50,7 @@ SYMBOLS = {
         "¾": r"\frac{3}{4}",
     },
 }
-"""ASCII or LaTeX for other characters."""
+"""ASCII or LaTeX that replaces other characters."""
 
 
 Rewriting = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
@@ -230,9 +230,9 @@ TOKEN = re.compile(r"\\(?:[a-zA-Z]+|.)|.", re.DOTALL)
 
 
 def pieces(text: str, at: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Split a text at those tokens of ``at`` that are outside brackets.
+    """Split a text at the tokens ``at``, except within brackets.
 
-    Returns the parts, and the separators between them, in order.
+    Returns the parts, and the tokens between them, in order.
     """
     parts, found, depth = [""], list[str](), 0
     for token in TOKEN.findall(text):

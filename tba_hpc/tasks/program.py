@@ -89,9 +89,9 @@ Process = subprocess.Popen[Any]
 class Keeper:
     """Helper process that kills this process's programs, and their children, once this process has ended.
 
-    It finds them by the TMPDIR in their environment, and removes their folders. The first program starts it,
-    and also a thread that starts all programs: the kernel kills a program together with the thread that
-    started it, so this thread must live as long as the process.
+    It finds them by the TMPDIR in their environment, and removes their folders. The helper starts with the
+    first program. So does a thread that starts all programs: the kernel kills a program together with the
+    thread that started it, so this thread must live as long as the process.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Program:
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
         """Run the program for each (row, completion), and return the numbers that it writes.
 
-        A program that was killed, also by its time limit, gives ``when_killed``, or NaN if that is not set.
+        A program that was killed, also at its time limit, gives ``when_killed``, or NaN if that is not set.
         Raises ProgramError if a program ends in another way without a number.
         """
         running = [self._pool.submit(self._run, {**row, "completion": text}) for row, text in answers]
@@ -228,7 +228,7 @@ class Confined:
         with self._files:
             last_error = _end_of(self._errors, LARGEST_LINE).strip().rpartition("\n")[2][:QUOTED]
             if LARGEST_FILE in (os.fstat(one.fileno()).st_size for one in (self._said, self._errors)):
-                status = -signal.SIGXFSZ  # the kernel's signal for it, which Python ignores
+                status = -signal.SIGXFSZ  # the signal of RLIMIT_FSIZE, which Python ignores
                 last_error = f"it wrote more than {LARGEST_FILE >> 20} MiB of output"
             said = _end_of(self._said, LARGEST_FILE)
         return Ended(-signal.SIGKILL if status is None else status, said, last_error)
@@ -264,7 +264,7 @@ def find_word(key: str, word: str) -> str:
 
 
 def require_program(key: str, words: Sequence[str]) -> None:
-    """Raise ConfigError if this machine has no executable of the name with which a command begins.
+    """Raise ConfigError if the first word of a command is not an executable of this machine.
 
     key: config key of the command, for errors. words: the command, as ``find_word`` resolves it.
     """

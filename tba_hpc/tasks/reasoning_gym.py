@@ -26,6 +26,7 @@ from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.core.wording import did_you_mean
 from tba_hpc.tasks.data import refuse_files
+from tba_hpc.tasks.fields import answer_in
 from tba_hpc.tasks.rows import Rows
 
 Size = Annotated[int, Field(ge=1)]
@@ -45,8 +46,8 @@ BY_HASH = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_
 """Generators whose problems depend on PYTHONHASHSEED, because they draw from sets of strings (0.1.25)."""
 
 TRIES = 20
-"""Largest number of problems that are generated for each one of a split. More than one may be needed, because
-problems of other splits are skipped."""
+"""Limit on the problems that a generator makes for a split, as a multiple of the split's size. Problems of
+other splits are skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class ReasoningGym(Rows[Item]):
         ``weight``. A generator's share of the problems is proportional to its weight, which is 1 by default.
         A level sets all attributes of difficulty; an attribute with fewer levels uses its highest.
         answer: what is graded. "tags": the last text between <answer> and </answer>. "whole": the whole
-        completion.
+        completion. In both cases thoughts, up to the last </think>, are left out.
         template: text of the prompt, with {question}. chat: apply the model's chat template to it, as a
         user's message.
         partial_credit: reward a partly right answer with the generator's grade. An answer gets none if it
@@ -125,14 +126,14 @@ class ReasoningGym(Rows[Item]):
     def _answer_of(self, completion: Completion) -> str | None:
         if completion.finish_reason != "stop":
             return None
-        text = self.text(completion)
+        text = answer_in(self.text(completion))
         if self._answer == "whole":
             return text.strip()
         tagged = TAGGED.findall(text)
         return tagged[-1].strip() if tagged else None
 
     def _items(self, split: Split) -> list[Item]:
-        """Return the problems of a split, of which none is in a split that is earlier in ``order``."""
+        """Return the problems of a split, none of which is in an earlier split of ``order``."""
         order: tuple[Split, ...] = ("test", "validation", "train")
         if split not in self._drawn:
             taken = {
@@ -151,12 +152,12 @@ class ReasoningGym(Rows[Item]):
         return [next(streams[chosen]) for chosen in chosen_N]
 
     def _stream(self, name: str, number: int, taken: set[str], size: int) -> Iterator[Item]:
-        """Yield problems of one generator for a split. Raises ConfigError if it has too few.
+        """Yield problems of one generator for a split. Raises ConfigError if the generator makes too few.
 
         number: index of the split. taken: questions of other splits. size: number of problems of the split.
         """
         source = np.random.SeedSequence([self._seed, number, zlib.crc32(name.encode())])
-        # Some generators take seeds of 32 bits, and add the problem's place: half the range is left for that.
+        # Some generators take seeds of 32 bits, and add the problem's index: half the range is left for this.
         seed = int(source.generate_state(1)[0] >> 1)
         config = replace(self._configs[name], seed=seed, size=TRIES * size)
         generator = _library("factory").DATASETS[name][0](config=config)
@@ -212,8 +213,8 @@ def _config(name: str, options: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{key} is not a generator of reasoning-gym: {hint}")
     if name in BY_HASH and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise ConfigError(
-            f"{key} draws other problems in every process: export PYTHONHASHSEED=0 where the run is started, "
-            "or leave it out"
+            f"{key} draws different problems in every process: export PYTHONHASHSEED=0 where the run is "
+            "started, or leave it out"
         )
     made = _at_level(key, name, options["level"]) if "level" in options else factory.DATASETS[name][1]()
     own = {option: value for option, value in options.items() if option not in ("level", "weight")}

@@ -22,6 +22,7 @@ import reprlib
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from itertools import groupby
 from types import FrameType
 from typing import Any
@@ -39,6 +40,9 @@ TRIAL_SECONDS = 10.0
 
 TRIAL_COMPLETIONS = 8
 """Largest number of empty completions in a trial call. Each may cost a request to a judge."""
+
+SEQUENCES = (str, list)
+"""Types of fields that a function can mistake for a list with an item per completion."""
 
 ONE_ROW = (
     "the argument completions is a list of texts, and any other argument is the row's one value, not a list "
@@ -78,10 +82,14 @@ class NoNumberError(TypeError):
     """Raised if a reward function does not return a number for each completion."""
 
 
+class CountError(NoNumberError):
+    """Raised if a reward function returns more or fewer numbers than it got completions."""
+
+
 class Function:
     """Reward by a user's function.
 
-    The constructor raises ConfigError if there is no such function, or if its first argument has another name
+    The constructor raises ConfigError if there is no such function, or if its first argument has a name other
     than ``completion`` or ``completions``.
     """
 
@@ -107,7 +115,7 @@ class Function:
     def require(self, fields: Fields, line: str) -> None:
         """Raise ConfigError if a row lacks a field that the function needs.
 
-        line: name of the row in errors.
+        line: what errors call the row.
         """
         for name, needed in self._named.items():
             if needed and name not in fields:
@@ -117,17 +125,18 @@ class Function:
     def try_on(self, fields: Fields, seconds: float = math.inf) -> None:
         """Call the function once with a row and empty completions, in a thread, as the scorer does.
 
-        A function of ``completions`` gets more of them than there are characters in any field of the row, up
-        to TRIAL_COMPLETIONS. A function that takes a text for a list with an item per completion therefore
-        fails.
+        A function of ``completions`` gets more of them than there are characters or items in any field of the
+        row, up to TRIAL_COMPLETIONS; if a field is longer, there is a second call, with fields cut short. A
+        function that mistakes a field for a list with an item per completion therefore fails.
 
         seconds: time limit of a call during the run. If it is longer than TRIAL_SECONDS, a call that is not
         finished after TRIAL_SECONDS only causes a warning. Raises ConfigError if the call exceeds
         ``seconds``, does not return numbers, is refused because of its arguments, or handles signals, which
         only a main thread can do.
         """
-        characters = [len(value) for value in self._fields(fields).values() if isinstance(value, str)]
-        several = min(1 + max(characters, default=0), TRIAL_COMPLETIONS) if self._together else 1
+        sizes = [len(value) for value in self._fields(fields).values() if isinstance(value, SEQUENCES)]
+        longest = max(sizes, default=0)
+        several = min(1 + longest, TRIAL_COMPLETIONS) if self._together else 1
         error, signals, where = _tried(lambda: self([(fields, "")] * several), min(seconds, TRIAL_SECONDS))
         if where and seconds <= TRIAL_SECONDS:
             raise ConfigError(
@@ -153,6 +162,13 @@ class Function:
         elif error and not isinstance(error, NoNumberError):
             what = ONE_ROW if self._together else ONE_GROUP
             log.warning("%s %s on empty completions: %s", self._key, raised_at(error), what)
+        if self._together and longest >= several and error is None and not where:
+            cut = {
+                name: value[: several - 1] if isinstance(value, SEQUENCES) else value
+                for name, value in fields.items()
+            }
+            miscounted = _tried(lambda: self([(cut, "")] * several), min(seconds, TRIAL_SECONDS))[0]
+            error = miscounted if isinstance(miscounted, CountError) else None
         if isinstance(error, NoNumberError):  # other errors may be caused by the empty text
             raise ConfigError(f"{error}: give a number for each completion")
 
@@ -170,7 +186,7 @@ class Function:
         """Return the rewards of answers to one prompt."""
         given = list(self._call([text for _, text in answers], **self._fields(answers[0][0])))
         if len(given) != len(answers):
-            raise NoNumberError(
+            raise CountError(
                 f"{self._key} gave {len(given)} numbers for {len(answers)} completions; {ONE_ROW}"
             )
         return [self._number(reward) for reward in given]
@@ -184,8 +200,9 @@ class Function:
         raise NoNumberError(f"{self._key} gave {reprlib.repr(reward)}, which is not a number")
 
     def _fields(self, row: Fields) -> Fields:
+        """Return copies of the fields that the function takes, since it may change a list or an object."""
         return {
-            name: value
+            name: deepcopy(value)
             for name, value in row.items()
             if name != self._first and (self._takes_all or name in self._named)
         }

@@ -14,6 +14,7 @@ from tba_hpc.core.ports import Task, Tokenizer, decoder
 from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.core.wording import first_few
 from tba_hpc.tasks.data import MOST_SET_ASIDE
+from tba_hpc.tasks.fields import answer_in
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +37,11 @@ class Rows(Task, Generic[Row]):
             raise ConfigError(
                 f"task.options.template={template!r} has no place for the problem: write {{question}} there"
             )
-        self._ask = template
+        self._question_template = template
         self._encode = tokenizer.encode_chat if chat else tokenizer.encode
         self._tokenizer = tokenizer
         self._decode = tokenizer.decode
-        self._said: Callable[[np.ndarray], str] = tokenizer.decode
+        self._decode_completion: Callable[[np.ndarray], str] = tokenizer.decode
         self._special = False
         self._prompts: dict[Split, tuple[Prompt, ...]] = {}
         self._rows: dict[Prompt, Row] = {}  # prompts are compared by identity
@@ -57,8 +58,8 @@ class Rows(Task, Generic[Row]):
     def prompts(self, split: Split) -> tuple[Prompt, ...]:
         """Return all prompts of a split. The first call for a split reads its rows and encodes them.
 
-        Prompts longer than ``room`` are set aside. Raises ConfigError if more than MOST_SET_ASIDE of them
-        are, or if the data cannot be used.
+        Prompts longer than ``room`` are set aside. Raises ConfigError if a share above MOST_SET_ASIDE is, or
+        if the data cannot be used.
         """
         if split not in self._prompts:
             found: list[Prompt] = []
@@ -85,7 +86,7 @@ class Rows(Task, Generic[Row]):
         rule = f"model.context_length less generator.max_tokens leaves {self.room}"
         if len(long) > MOST_SET_ASIDE * total:
             raise ConfigError(
-                f"{found}; {rule}: raise the first, lower the second, or leave out such rows (up to "
+                f"{found}; {rule}: raise context_length, lower max_tokens, or leave out such rows (up to "
                 f"{MOST_SET_ASIDE:.0%} are set aside)"
             )
         log.warning("%s; %s; they are set aside", found, rule)
@@ -96,7 +97,7 @@ class Rows(Task, Generic[Row]):
 
     def filled(self, question: str) -> str:
         """Return the template with the question filled in."""
-        return self._ask.replace("{question}", question)
+        return self._question_template.replace("{question}", question)
 
     def row(self, prompt: Prompt) -> Row:
         """Return the row of a prompt that ``prompts`` returned."""
@@ -104,11 +105,11 @@ class Rows(Task, Generic[Row]):
 
     def show_special_tokens(self) -> None:
         """Decode completions with their special tokens from now on."""
-        self._said, self._special = decoder(self._tokenizer, special=True), True
+        self._decode_completion, self._special = decoder(self._tokenizer, special=True), True
 
     def text(self, completion: Completion) -> str:
         """Return the text of a completion."""
-        return self._said(completion.tokens)
+        return self._decode_completion(completion.tokens)
 
 
 class RightOrWrong(Rows[None]):
@@ -120,7 +121,7 @@ class RightOrWrong(Rows[None]):
 
     @abstractmethod
     def accepts(self, text: str, target: str) -> bool:
-        """Return whether the text of a whole completion gives the right answer, which is ``target``."""
+        """Return whether a completion's text, without its thoughts, gives the right answer, ``target``."""
 
     def rows(self, split: Split) -> Iterable[tuple[str, str, None]]:
         """Return the questions of a split, with None as their rows."""
@@ -133,6 +134,7 @@ class RightOrWrong(Rows[None]):
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
         """Return whether each completion ended by itself and is accepted."""
         return [
-            completion.finish_reason == "stop" and self.accepts(self.text(completion), prompt.target)
+            completion.finish_reason == "stop"
+            and self.accepts(answer_in(self.text(completion)), prompt.target)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]

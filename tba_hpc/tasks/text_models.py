@@ -29,7 +29,7 @@ from tba_hpc.config import ConfigError
 class TextModel(ABC):
     """A model in evaluation mode with its tokenizer.
 
-    It moves to the GPU, if there is one, only at its first use: an engine that is being built before then
+    It moves to the GPU, if there is one, only at its first use, because an engine that is built before then
     measures how much memory is free.
 
     path: folder or hub name. batch: texts per forward pass. key: config key of ``path``, for errors. The
@@ -95,8 +95,8 @@ class TextModel(ABC):
         """Return the padding token with which the model was trained; None if it had none.
 
         A decoder's score is read at the last token that is not padding. If the model's config pads with the
-        end-of-sequence token, its score was read before that token in training, and so it is here. If only
-        the tokenizer pads with it, the score must be read at that token, and the result is None.
+        EOS token, the score was read before the EOS in training, and is read there now. If only the tokenizer
+        pads with the EOS token, the score must be read at the EOS, and the result is None.
         """
         own, end = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
         if own is not None and own != end:
@@ -104,7 +104,7 @@ class TextModel(ABC):
         return end if self._model.config.pad_token_id == end else None
 
     def _pad(self, inputs: BatchEncoding) -> None:
-        """Fill up with the model's own padding token, or else with one that occurs in no text.
+        """Replace the padding by the model's own padding token, or else by a token that occurs in no text.
 
         Scores are then read at the last token of each text.
         """
@@ -134,9 +134,9 @@ class RewardModel(TextModel):
     WANTED = "a sequence classifier"
 
     def ended(self, text: str) -> str:
-        """Return the text such that it has exactly one end-of-sequence token when encoded.
+        """Return the text, changed to end with exactly one EOS token when it is encoded.
 
-        A model without such a token gets none.
+        If the model has no EOS token, the text stays as it is.
         """
         end = self._tokenizer.eos_token
         while end and text.endswith(end):
@@ -200,7 +200,7 @@ VERDICTS = ("unsafe", "safe")
 """Verdicts in the first line of a safety model's answer (model card of Llama Guard 3)."""
 
 LEAD = "\n\n"
-"""Text before the verdict. Some versions write it; in others it is the end of the chat template."""
+"""Text before the verdict. Some versions of the model write it; in others the chat template ends with it."""
 
 PROBE = ("a question", "an answer")
 """Texts for finding out what a chat template shows."""

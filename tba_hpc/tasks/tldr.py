@@ -24,7 +24,7 @@ from tba_hpc.core.types import Completion, Prompt, Resource, Split
 from tba_hpc.tasks.data import HubData, Table, hub_resources, named_in_options, sources_of
 from tba_hpc.tasks.rows import Rows
 
-if TYPE_CHECKING:  # it imports torch, which is slow and not needed for prompts
+if TYPE_CHECKING:  # text_models imports torch, which is slow and not needed for prompts
     from tba_hpc.tasks.text_models import RewardModel
 
 HUB_NAME = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
@@ -60,8 +60,8 @@ class TLDR(Rows[None]):
     ) -> None:
         """Make a task from the config's options.
 
-        reward_model: model that judges in training. gold_model: model that judges wins; None: the reward
-        model.
+        reward_model: model that judges in training. gold_model: model that judges in evaluations; None: the
+        reward model.
         eos_penalty: penalty for a completion that does not end by itself. eos_penalty_mode: "replace": its
         reward is −eos_penalty (−1 as published). "add": its reward is the reward model's, minus the penalty.
         batch: texts per forward pass. validation_posts: number of posts of train_file to hold out for
@@ -91,7 +91,7 @@ class TLDR(Rows[None]):
         return [*models, *hub_resources(task, _sources(task.train_file, task.test_file))]
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """Return the reward of each summary, including any penalty. It is judged together with its post."""
+        """Return the reward of each summary, including any penalty. The model reads post and summary."""
         texts = [self._text(self._reward_model, prompt, completion) for completion in completions]
         adds = self._eos_penalty_mode == "add"
         return [

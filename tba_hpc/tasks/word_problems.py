@@ -54,7 +54,7 @@ sign is taken for a bullet."""
 
 APART = re.compile(rf"^-\s+(?=[{CURRENCY}\d.])|{SIGN_APART.pattern}")
 """Pattern of a minus sign with a space before its number, in the text after ####. At the start of that text
-it is no bullet."""
+a minus sign is not a bullet."""
 
 PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 """Pattern of a word that is not a TeX command."""
@@ -110,6 +110,7 @@ class WordProblems(RightOrWrong):
             wanted=self.ROW,
             held_out=validation_problems,
             key="task.options.validation_problems",
+            identity=lambda problem: " ".join(problem[0].split()),
         )
         self._equivalent = Equivalence()
 
@@ -156,8 +157,8 @@ def final_expression(text: str) -> str:
     """Return the expression with which ``text`` answers, without enclosing dollar signs and periods.
 
     The answer is the text after the last ``####``, or else the last line. If it contains words, the
-    expression is its last formula, or its last arithmetic if it has no formula. If there are several of these
-    after ``####``, the result is empty.
+    expression is its last formula, or its last arithmetic if it has no formula. Several formulas
+    after ``####``, or several pieces of arithmetic, give an empty result.
     """
     _, marker, answer = text.rpartition(MARKER)
     line = answer if marker else text.strip().rpartition("\n")[2]
@@ -192,7 +193,7 @@ class GSM8K(WordProblems):
         self._grader = grader
 
     def parse(self, row: Mapping[str, object]) -> Problem | None:
-        """Return the question, and as its target the number after ``####`` in plain decimals."""
+        """Return the question and its target: the number after ``####`` in plain decimals."""
         question, answer = row.get("question"), row.get("answer")
         number = final_number(answer) if isinstance(answer, str) and MARKER in answer else None
         if not isinstance(question, str) or not question.strip() or number is None:
@@ -254,7 +255,7 @@ class Math(WordProblems):
     ROW = r"a JSON object with a text 'problem' and a 'solution' with a \boxed{…} result, or an 'answer'"
 
     def parse(self, row: Mapping[str, object]) -> Problem | None:
-        """Return the question, and as its target the answer, or else the last box of the solution."""
+        """Return the question and its target: the answer, or else the last box of the solution."""
         question, solution, answer = row.get("problem"), row.get("solution"), row.get("answer")
         if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
             answer = str(answer)

@@ -85,7 +85,7 @@ def test_what_lies_in_the_place_of_a_file_is_named(
         reader.poll()
 
     with pytest.raises(
-        ConfigError, match=f"{name} is no regular file, but a folder, pipe or device: remove it"
+        ConfigError, match=f"{name} is not a regular file but a folder, pipe or device: remove it"
     ):
         join()
 

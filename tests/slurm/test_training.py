@@ -24,7 +24,7 @@ from tba_hpc.config import Config, differences, dump_config, load_config
 from tba_hpc.core.prompts import PromptOrder
 from tba_hpc.exchange.hdf5_shards import read_shard
 from tba_hpc.report.audit import audit
-from tba_hpc.run.directory import OF_A_START, RunDir
+from tba_hpc.run.directory import PER_START, RunDir
 from tba_hpc.run.events import read_events
 from tba_hpc.run.history import step_records
 from tba_hpc.run.metrics import read_metrics
@@ -181,7 +181,7 @@ def held_out(run: RunDir) -> dict[str, int]:
 def assert_trained_as_planned(run: RunDir, steps: int = STEPS) -> None:
     """All that does not hang on timing is what the config says: steps, rates, prompts, evaluations."""
     keys = differences(run.config(), load_config(CONFIG, [*SETTINGS, f"train.steps={steps}"]))
-    assert all(key.startswith((*OF_A_START, "run.notify")) for key in keys), keys
+    assert all(key.startswith((*PER_START, "run.notify")) for key in keys), keys
     train, order = run.config().train, PromptOrder(run.config().run.seed, Table().prompts)
     rates = [train.learning_rate.peak * (1 - done / steps) for done in range(steps)]
     planned = [(done + 1, rate, train.beta[0][1]) for done, rate in enumerate(rates)]

@@ -97,7 +97,7 @@ def check_seals(evidence: Evidence) -> Check:
         missing = {key: number for key, number in missing.items() if number and not evidence.passed(key)}
         if lost := evidence.uncounted:
             many = count(lost, "acknowledged trajectory")
-            violations.append(Violation(f"{many} are lost that the newest checkpoint should hold", lost=lost))
+            violations.append(Violation(f"lost: {many} that the newest checkpoint should hold", lost=lost))
     violations += [_lost(evidence, key, number) for key, number in missing.items()]
     looked_at = (
         f"{count(len(evidence.sizes), 'shard')}: {len(merged):,} in a checkpoint, "
@@ -118,12 +118,12 @@ def _lost(evidence: Evidence, key: ShardKey, number: int) -> Violation:
 
 
 def _sealed_again(seals: Seals) -> Iterator[Violation]:
-    """Yield shards that were sealed again under the same index: the earlier file must have vanished."""
+    """Yield a violation for each shard index that was sealed again: the earlier file must have vanished."""
     for key, sizes in seals.items():
         if gone := sum(size.trajectories for size in sizes[:-1]):
             yield Violation(
-                f"{_shard(key)} was sealed {len(sizes)} times: "
-                f"{count(gone, 'acknowledged trajectory')} sealed before under that index are lost",
+                f"{_shard(key)} was sealed {len(sizes)} times: its earlier contents, "
+                f"{count(gone, 'acknowledged trajectory')}, are lost",
                 lost=gone,
             )
 
@@ -256,7 +256,7 @@ def _buffer_violations(checkpoint: Checkpoint) -> Iterator[Violation]:
 
 
 def check_checkpoints(evidence: Evidence) -> Check:
-    """Check that checkpoints are undamaged and agree with earlier merges, and that later shards are there."""
+    """Check that checkpoints are undamaged and agree with earlier merges, and that no later shard is gone."""
     usable, broken = evidence.usable, [one for one in evidence.checkpoints if one.fault]
     violations = (
         *(Violation(f"{one.name} {one.fault}") for one in broken),

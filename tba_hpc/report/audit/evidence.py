@@ -183,8 +183,8 @@ class Evidence:
     def uncounted(self) -> int:
         """Number of sealed trajectories that the newest checkpoint should count as merged, but does not.
 
-        They are those of all shards before its cursors, minus its count. The checkpoint is trusted more than
-        the records, since only its files have checksums.
+        This is the number in all shards before the checkpoint's cursors, minus the checkpoint's count.
+        Checkpoints are trusted more than the records, since only their files have checksums.
         """
         sealed = sum(size.trajectories for key, size in self.sizes.items() if self.passed(key))
         return max(0, sealed - self.newest.trajectories)
@@ -238,7 +238,7 @@ def _sizes(
 ) -> dict[ShardKey, ShardSize]:
     """Return the size of every shard that was sealed, merged or is on disk; EMPTY for skipped indices.
 
-    If sizes differ, a searcher's record counts more than the trainer's, and that more than the file. Foreign
+    If sizes differ, the searcher's record is believed first, the trainer's second, and the file last. Foreign
     files that no record mentions are left out.
     """
     on_disk = [*refused.items(), *files.items()]

@@ -86,8 +86,8 @@ class Query:
     order: what comes first: newest or oldest weights, best or worst reward, or (changed) the completion whose
     mean log π_behaviour/π_ref is largest. limit: largest number of results, in which equal answers to a
     prompt count once; None for all, repeated ones included. prompt: id of a prompt; only its answers match.
-    versions: first and last optimizer step; only samples of weights of these steps match. text: matches if
-    question or answer contains it, in upper or lower case.
+    versions: first and last optimizer step; only samples of weights of these steps match. text: only
+    trajectories with this text in question or answer match; case is ignored.
     """
 
     order: SortBy = "newest"
@@ -149,8 +149,8 @@ class Selection:
     """Result of a query.
 
     samples: the first matches in the query's order. read: number of trajectories still on disk. found: number
-    of matches among them. checkpoint_step: step of the checkpoint from which ``Sample.uses`` is; None without
-    one.
+    of matches among them. checkpoint_step: step of the checkpoint from which ``Sample.uses`` comes;
+    None without one.
     """
 
     samples: list[Sample]
@@ -185,7 +185,7 @@ def select(run: RunDir, query: Query, decode: Decode) -> Selection:
 
 
 def sealed_shards(run: RunDir) -> Iterator[Shard]:
-    """Yield the undamaged shards of a run by searcher and index, also those that are moved to RUN/kept."""
+    """Yield the undamaged shards of a run by searcher and index, including those in RUN/kept."""
     for key, path in run.sealed_files().items():
         for place in (path, run.kept_file(*key)):
             try:
@@ -280,7 +280,7 @@ def _segments(tokens: np.ndarray, logprobs: np.ndarray, decode: Decode) -> Itera
 
 
 def run_decoder(run: RunDir) -> Decode:
-    """Return a decoder to the text that the run's rewards get. Raises ConfigError without a tokenizer."""
+    """Return a function that decodes tokens as rewards see them. Raises ConfigError without a tokenizer."""
     return decoder(run_tokenizer(run), special=run.config().task.special_tokens)
 
 

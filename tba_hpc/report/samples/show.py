@@ -43,14 +43,14 @@ SEQUENCE = "  ── another sequence of the episode begins:"
 """Line before the tokens with which a further sequence of the completion begins."""
 
 CONTEXT = 4
-"""Number of preceding tokens that are decoded with a token; its text may depend on them, as a blank does."""
+"""Number of preceding tokens decoded with a token, whose text may depend on them: a leading space does."""
 
 BROKEN = "\ufffd"
-"""Text that decoders return for a token which is only a part of a character."""
+"""Text that decoders return for a token that is only part of a character."""
 
 
 def print_samples(selection: Selection, *, as_json: bool = False) -> None:
-    """Print samples one below the other and then how many match, or samples as a JSON list."""
+    """Print the samples and then how many match, or the samples as a JSON list."""
     if as_json:
         print(json.dumps([sample.values() for sample in selection.samples], indent=2))
         return
@@ -157,7 +157,8 @@ def _tokens(sample: Sample, decode: Decode) -> Iterator[Token]:
 def pieces(decode: Decode, tokens: np.ndarray) -> list[str]:
     """Return the text that each token adds to the text before it.
 
-    tokens: int32 [T]. Special tokens add none; of several tokens that make up a character, the last adds it.
+    tokens: int32 [T]. Special tokens add no text; of several tokens that make up a character, the last adds
+    it.
     """
     found: list[str] = []
     start = 0  # first token whose text is still incomplete
@@ -171,7 +172,7 @@ def pieces(decode: Decode, tokens: np.ndarray) -> list[str]:
 
 
 def shade(log_ratio: float) -> str:
-    """Return the CSS class of a token's colour; empty if its log-ratio, in nats, is below the first EDGE."""
+    """Return the CSS class of a token's colour; empty if |log_ratio|, in nats, is below EDGES[0]."""
     strength = bisect_right(EDGES, abs(log_ratio))
     return f"{'up' if log_ratio > 0 else 'down'}{strength}" if strength else ""
 

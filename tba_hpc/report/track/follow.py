@@ -36,7 +36,7 @@ PAUSE_SECONDS = 10.0
 """Pause between two readings of the run's files."""
 
 OWNER = "tracker"
-"""Name of the lock by which one process at a time follows a run."""
+"""Name of the lock that keeps a second process from following the run."""
 
 END_SECONDS = 60.0
 """Longest wait for the remaining figures to be sent after training has ended."""
@@ -76,7 +76,7 @@ def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = la
 
 
 class _Follower:
-    """One tracker of a run, with its own record of what was sent, since another may have begun later."""
+    """One tracker of a run, with its own record of what was sent, since trackers may begin at any time."""
 
     def __init__(self, run: RunDir, name: str, config: Config) -> None:
         project = config.track.wandb if name == "wandb" else None

@@ -82,7 +82,7 @@ def wandb_mode() -> str:
 
 
 class WandbSink:
-    """One W&B run, to which each process that tracks this run adds; offline, each has a folder of its own.
+    """One W&B run, which each process that tracks this run continues; offline, each writes its own folder.
 
     W&B gets the config, figures and some answers, but no code, console output, machine data or environment.
     project: name of the W&B project. state: that of the last process; empty for the first.
