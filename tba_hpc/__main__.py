@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Run ``tba``. Batch scripts call ``supervise`` often, so it imports no other command."""
+    """Run ``tba``. Batch scripts often call ``supervise``, so that command imports no other."""
     verb = sys.argv[1:2]
     if verb == ["supervise"]:
         from tba_hpc.launch.supervise import main as supervise

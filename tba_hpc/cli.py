@@ -386,7 +386,7 @@ def logs(
         int | None, typer.Option(help="Show the logs of this start of the ranks; default: the newest.")
     ] = None,
     lines: Annotated[
-        int, typer.Option("--lines", "-n", min=0, help="Begin with this many last lines of each log.")
+        int, typer.Option("--lines", "-n", min=0, help="Show this many lines from the end of each log.")
     ] = 20,
 ) -> None:
     """Show the logs of RUN's ranks and batch script, each under its path."""

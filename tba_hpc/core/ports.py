@@ -141,9 +141,9 @@ class Task(ABC):
         """
 
     def reward_parts(self) -> Mapping[str, Sequence[float]]:
-        """Return the terms whose sum is the reward, by name, for the metrics.
+        """Return what the reward was computed from, by name, for the metrics, such as the terms of a sum.
 
-        Called right after ``rewards``; each term has one number for each completion of that call.
+        Called right after ``rewards``; each part has one number for each completion of that call.
         """
         return {}
 

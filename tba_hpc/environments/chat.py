@@ -64,10 +64,10 @@ class Call(NamedTuple):
 def parse_calls(text: str) -> list[Call | str]:
     """Parse the tool calls in a turn's text, at most MOST_CALLS. A malformed call becomes an error message.
 
-    Thoughts are ignored. A call is written as ``<tool_call>…</tool_call>``, around a JSON object
-    ``{"name": …, "arguments": {…}}`` (Hermes, Qwen) or the formats of Qwen 3.5, Nemotron 3 or GLM; or in
-    DeepSeek's format. Otherwise the whole turn must be ``{"name": …, "parameters": {…}}`` (Llama), or begin
-    with ``[name(argument=…), …]`` (LFM2).
+    Thoughts are ignored. A call stands between ``<tool_call>`` and ``</tool_call>``, or is in DeepSeek's
+    format. Between the tags is a JSON object ``{"name": …, "arguments": {…}}`` (Hermes, Qwen), or the format
+    of Qwen 3.5, Nemotron 3 or GLM. If there is no such call, the whole turn must be
+    ``{"name": …, "parameters": {…}}`` (Llama), or begin with ``[name(argument=…), …]`` (LFM2).
     """
     said = text.rpartition("</think>")[2]
     if bodies := CALL.findall(said):

@@ -364,8 +364,9 @@ class Workers:
         self._fill()
 
     def deliver(self, wait: float) -> None:
-        """Deliver the results of finished jobs; wait up to ``wait`` seconds if there are none.
+        """Call each finished job's ``then`` with its result, or its ``failed`` with its exception.
 
+        If no job has finished, wait up to ``wait`` seconds for one. A job over the time limit fails as well.
         Raises ConfigError if too many jobs hang.
         """
         for job, result, error in self._finished(wait):

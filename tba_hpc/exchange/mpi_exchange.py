@@ -117,13 +117,13 @@ class ExchangeThread:
 
     @property
     def finished(self) -> bool:
-        """True if the last work is done. Raises ExchangeError if it failed."""
+        """True if the function started last has ended. Raises ExchangeError if it failed."""
         finished = self._work.done()
         self.check()
         return finished
 
     def check(self) -> None:
-        """Raise ExchangeError if the last work failed."""
+        """Raise ExchangeError if the function started last has failed. Does not wait for it to end."""
         if not self._work.done() or not (error := self._work.exception()):
             return
         if isinstance(error, ExchangeError):
@@ -131,7 +131,7 @@ class ExchangeThread:
         raise ExchangeError(f"the exchange failed ({error}): see the logs of the other ranks") from error
 
     def wait(self) -> None:
-        """Wait until the last work is done. Raises ExchangeError if it failed."""
+        """Wait until the function started last has ended. Raises ExchangeError if it failed."""
         wait([self._work])
         self.check()
 

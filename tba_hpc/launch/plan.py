@@ -312,7 +312,7 @@ class Plan:
 
     @property
     def components(self) -> tuple[Component, Component]:
-        """Components 0 and 1 of a het job."""
+        """Components 0 and 1 of a het job: that of the role ``first``, then the other."""
         both = (self.trainer, self.searcher)
         return both if self.first == "trainer" else both[::-1]
 

@@ -322,10 +322,10 @@ class RolloutBudget:
         return debts
 
     def _next_request(self, places: range) -> int:
-        """Return the id of the first request that a set of places may be granted; move the set's end past it.
+        """Return the id of the next request to grant to ``places``, and move their end past it.
 
-        places: a set of places that share an end, a key of ``_ends``. Completed requests are skipped. The id
-        is at least the old end.
+        places: a key of ``_ends``. Its value there, the end, is the first request that these places may not
+        issue yet. The search begins at the end, and skips requests that are completed.
         """
         while True:
             request_id = self._ends[places]

@@ -86,7 +86,7 @@ class Sums:
         """Return the sums of one group of at least one completion.
 
         rewards: one per completion. ref_logprobs: log π_ref, float32 [T] per completion; None without a
-        reference model. parts: summands of the rewards, by name. tempered: whether the group was sampled at a
+        reference model. parts: result of ``Task.reward_parts``. tempered: whether the group was sampled at a
         random temperature; its log-probabilities then do not estimate the policy's entropy and KL.
         """
         completions = group.completions

@@ -37,7 +37,9 @@ OBJECTIVES: dict[str, Callable[..., ObjectiveOutput]] = {
 def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
     """Build the loss that ``train`` describes: objective, normaliser, ratio bound and score centering.
 
-    The loss returns ``moments`` among its metrics; ``figures`` computes from these what is logged.
+    The loss's metrics include the result of the function ``moments``. The function ``figures`` turns the
+    metrics of a whole batch into those to log.
+
     max_tokens: token limit of a completion. Raises ConfigError if a user's own objective cannot be imported
     or called.
     """

@@ -34,11 +34,11 @@ def bounded(objective: Objective, bound: RatioBound, *, centred: bool = False) -
 
     centred: also subtract from each token's weighted score w·∇log π its mean under the sampling policy (see
     ``score_centering``). The mean is over candidates: all tokens that could have been sampled at the
-    position. A bound of OF_TOKENS gives each candidate the weight for that candidate's own ratio. If all
-    candidates have the same slope, the expected gradient is then 0.
+    position. With a bound of OF_TOKENS, each candidate's weight follows from its own ratio. The expected
+    gradient is then 0 if the slope ∂loss/∂log π is the same for all candidates.
 
-    Other bounds depend on the rest of the completion, which only the sampled token has. RatioTaper gives all
-    candidates the sampled token's weight. BinaryKl weights each by its own ratio, or masks all of them.
+    Other bounds depend on the whole completion, which is known for the sampled token only. RatioTaper gives
+    all candidates the sampled token's weight. BinaryKl weights each by its own ratio, or masks all of them.
 
     Metrics: those of the objective, and clip_share, the share of tokens or completions on which the bound
     acts.

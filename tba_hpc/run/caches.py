@@ -53,8 +53,9 @@ def keep_caches_private(environment: MutableMapping[str, str]) -> None:
 def pack_caches(environment: Mapping[str, str]) -> None:
     """Write the archive of what this node has compiled, for other nodes of the run and for restarts.
 
-    Nothing is written if there is an archive already, if no batch script has set the variables, or if vLLM
-    has compiled nothing. vLLM's documentation allows copying compiled models if their paths stay the same.
+    environment: environment variables, with those that CACHES and ARCHIVE name if a batch script has set
+    them. Nothing is written without these, if the archive exists already, or if vLLM has compiled nothing.
+    vLLM's documentation allows copying compiled models if their paths stay the same.
     """
     folder, archive = Path(environment.get(CACHES, "")), Path(environment.get(ARCHIVE, ""))
     if archive.exists() or not (folder / "VLLM_CACHE_ROOT/torch_compile_cache").is_dir():

@@ -39,7 +39,10 @@ EVERYBODY = {
 """Wildcard peer addresses (struct sockaddr_storage) per address family of the listening socket."""
 
 SOCK_DIAG, SOCK_DIAG_BY_FAMILY = 4, 20
-"""Netlink protocol, and the type of its message that asks about one socket; ``socket`` names neither."""
+"""Netlink protocol for questions about sockets, and the type of its message that asks about one.
+
+The module ``socket`` names neither.
+"""
 
 
 def owner(connection: socket.socket) -> int | None:

@@ -219,11 +219,14 @@ class Jsonl(Rows[Fields]):
                 reward.require()
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """Return the weighted sum of all rewards for each completion; ``reward_parts`` has its terms."""
+        """Return the weighted sum of all rewards for each completion; see also ``reward_parts``."""
         return self._judge([prompt] * len(completions), completions)
 
     def reward_parts(self) -> Mapping[str, Sequence[float]]:
-        """Return the unweighted rewards of the last call by name; empty if there is only one."""
+        """Return, by name, the unweighted rewards that the last ``rewards`` or ``correct`` computed.
+
+        Each has one number per completion of that call. The result is empty if there is only one reward.
+        """
         return self._parts if len(self._parts) > 1 else {}
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:

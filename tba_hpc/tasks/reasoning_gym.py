@@ -133,7 +133,7 @@ class ReasoningGym(Rows[Item]):
         return tagged[-1].strip() if tagged else None
 
     def _items(self, split: Split) -> list[Item]:
-        """Return the problems of a split, none of which is in an earlier split of ``order``."""
+        """Return a split's problems. Validation has no question of test, and train none of either."""
         order: tuple[Split, ...] = ("test", "validation", "train")
         if split not in self._drawn:
             taken = {

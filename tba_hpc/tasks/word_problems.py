@@ -225,7 +225,10 @@ def boxed(text: str) -> str | None:
 
 
 def _bare(text: str) -> str:
-    """Return the argument without braces at the start of a text, without a punctuation mark at its end."""
+    """Return a TeX command's argument that is not in braces, from the start of a text.
+
+    Punctuation at its end is left off. The result is "" if there is no such argument.
+    """
     match = BARE.match(text)
     return match[0].rstrip(".,;:") if match else ""
 
