@@ -387,6 +387,12 @@ probe() {
 
 joined() { (IFS=,; echo "$*"); }
 
+# of_hosts TEXT HOST…: print the words of TEXT that are answers of hosts. Others are what the shells of a site print.
+of_hosts() {
+    local word
+    for word in $1; do [[ " ${*:2} " != *" ${word#[\?\!]} "* ]] || echo "$word"; done
+}
+
 SICK=()              # nodes that failed the last check before a start
 
 # Check the job's nodes, and let `tba supervise` decide whether the ranks start on them. Return whether they do. If
@@ -402,7 +408,9 @@ place() {
             hosts=`allocated`
             answers=`probe '' $hosts`
         fi
-        wanted=($hosts $others) found=($answers)
+        wanted=($hosts $others)
+        answers=`of_hosts "$answers" "${wanted[@]}"`
+        found=($answers)
         [ ${#found[@]} -ge ${#wanted[@]} ] || ! ending || return
         ask start "het=$het" "nodes=${NODES:-0}" "last_look=$look" "hosts=$hosts" "others=$others" "answers=$answers" \
             "ascending=$ascending" "trainers=$TRAINERS" "searchers=$SEARCHERS" \
@@ -524,7 +532,7 @@ KEEP='
     done'
 
 # Return whether this node passes the health check; say so if it does not.
-healthy() { [[ `bash -c "$CHECK" "$RUN" 2>/dev/null` != \?* ]] || { say "$HERE fails the health check"; false; }; }
+healthy() { [[ `bash -c "$CHECK" "$RUN" 2>/dev/null | tail -n 1` != \?* ]] || { say "$HERE fails the health check"; false; }; }
 
 # The main function of a job of elastic searchers, which has one node: run searchers until the run is finished or
 # the job leaves.
