@@ -361,7 +361,8 @@ CHECK='
         rm -f "$file"
     done
     if type -P nvidia-smi > /dev/null; then
-        counts=$(timeout 20 nvidia-smi --format=csv,noheader \
+        # Where the driver is loaded anew for each program, that takes 30 s with eight GPUs.
+        counts=$(timeout 45 nvidia-smi --format=csv,noheader \
             --query-gpu=ecc.errors.uncorrected.volatile.total,remapped_rows.failure)
         case $? in
             0) ! grep -qE "(^|, )(Yes|[1-9][0-9]*)(,|$)" <<< "$counts" || mark=? ;;
