@@ -418,9 +418,11 @@ def test_a_busy_judge_is_asked_again_a_refusing_one_is_not_and_no_error_tells_th
     with serving(lambda n, body: (429, 0) if n < 3 else (200, 4)) as server:
         assert judge(server)([({}, "a")]) == [4.0]
         assert pauses == [7.0, 1.0]  # as the server asks, who may write a date
-    for status, times in ((503, 3), (401, 1), (307, 1), (301, 1)):
-        with serving(lambda n, body, status=status: (status, 0)) as server:
-            with pytest.raises(JudgeError, match=rf"status {status}; asked {times} times") as error:
+    why = {"error": "Unsupported value: 'temperature' of s3cret"}
+    for status, times in ((503, 3), (529, 3), (400, 1), (401, 1), (307, 1), (301, 1)):
+        with serving(lambda n, body, status=status: (status, why)) as server:
+            sentence = rf"status {status}, .*Unsupported value: .* of \*\*\*.*; asked {times} times"
+            with pytest.raises(JudgeError, match=sentence) as error:
                 judge(server)([({}, "a")])
             assert len(server.asked) == times and "s3cret" not in repr(error.value)
     with pytest.raises(JudgeError, match="refused; asked 3 times"):
@@ -594,16 +596,21 @@ def test_a_function_that_is_slow_at_first_is_told_and_left_to_the_run(
     )
 
 
-def test_a_judge_that_is_away_or_refuses_is_named_before_the_start(own: Path) -> None:
+def test_a_judge_that_is_away_or_refuses_is_named_before_the_start(
+    own: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with serving(lambda n, body: ({2: 401, 3: 422, 4: 307, 5: 405}.get(n, 200), 1)) as server:
         task = make(own, {"judge": {"url": server.url}})
         task.try_rewards()
         assert server.asked[0][1] == {**ROWS[0], "completion": ""}
-        with pytest.raises(ConfigError, match=r"judge\.url=.* gave no answer \(status 401\): start"):
+        with pytest.raises(ConfigError, match=r"judge\.url=.* gave no answer \(status 401, '1'\): start"):
             task.try_rewards()
         task.try_rewards()  # it is there, and takes no empty completion
+        assert [said.rpartition(" did ")[2] for said in caplog.messages] == [
+            "not judge an empty completion (status 422, '1')"
+        ]
         for status in (307, 405):  # it has moved; its page takes no POST
-            with pytest.raises(ConfigError, match=rf"gave no answer \(status {status}\): start"):
+            with pytest.raises(ConfigError, match=rf"gave no answer \(status {status}, '1'\): start"):
                 task.try_rewards()
     with pytest.raises(ConfigError, match=r"refused\): start the judge first"):
         task.try_rewards()  # it has gone
