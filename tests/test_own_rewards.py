@@ -52,6 +52,8 @@ def chatty(completions, **kwargs): return [len(one[0]["content"]) for one in com
 import numpy
 def drawn(completion): return numpy.random.RandomState(0).randint(len(completion))
 def takes(completion, tests): return float(len(tests["left"]) if tests["left"].pop() else 0)
+def keyed(completions, prompt): return {i: 1.0 for i in range(len(completions))}
+def mixed(completions, prompt): return {float(i) for i in range(len(completions))}
 def paired(completions, tests, **kwargs): return [float(a == b) for a, b in zip(completions, tests)]
 def sharing(completions, prompt, tests): return [len({*one} & {*prompt}) / sum(tests) for one in completions]
 def take(completions, tests): return [takes(completion, tests) for completion in completions]
@@ -507,6 +509,9 @@ def test_a_function_that_gives_no_number_is_named_before_the_start(
         ConfigError, match=r"task\.reward=own_rewards:texts gave '1', which is not a number: give"
     ):
         make(own, "own_rewards:texts").try_rewards()
+    for name in ("keyed", "mixed"):  # whose keys, or whose order, are no rewards
+        with pytest.raises(ConfigError, match=rf"{name} gave {{.*}}, which is not a list of numbers: give"):
+            make(own, f"own_rewards:{name}").try_rewards()
     make(own, "own_rewards:drawn").try_rewards()
     assert (
         "drawn raised ValueError: high <= 0 (own_rewards.py:15 in drawn) on empty completions" in caplog.text
