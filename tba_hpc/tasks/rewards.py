@@ -21,7 +21,7 @@ import re
 import reprlib
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from copy import deepcopy
 from itertools import groupby
 from types import FrameType
@@ -184,7 +184,10 @@ class Function:
 
     def _rewards(self, answers: Sequence[Answer]) -> list[float]:
         """Return the rewards of answers to one prompt."""
-        given = list(self._call([text for _, text in answers], **self._fields(answers[0][0])))
+        found = self._call([text for _, text in answers], **self._fields(answers[0][0]))
+        if isinstance(found, Mapping | Set):  # iterating gives its keys, or no order
+            raise NoNumberError(f"{self._key} gave {reprlib.repr(found)}, which is not a list of numbers")
+        given = list(found)
         if len(given) != len(answers):
             raise CountError(
                 f"{self._key} gave {len(given)} numbers for {len(answers)} completions; {ONE_ROW}"
