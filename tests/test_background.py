@@ -39,7 +39,7 @@ from tba_hpc.run.checkpoints import (
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import DiskFullError
 from tba_hpc.run.inventory import READ_BYTES, SummedFile, inventory
-from tba_hpc.run.memory import free_memory
+from tba_hpc.run.memory import free_memory, oom_kills
 from tba_hpc.run.metrics import number, read_metrics
 
 # --- Files that are summed up while they are written ---
@@ -441,6 +441,13 @@ def test_control_groups_of_version_1(tmp_path: Path) -> None:
         (folder / f"memory.{name}").write_text(f"{value}\n")
     (folder / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 250\n")
     assert free_memory(tmp_path, tmp_path) == 550
+
+
+def test_kills_for_lack_of_memory_are_the_kernels_count(tmp_path: Path) -> None:
+    (tmp_path / "vmstat").write_text("pgfault 17\noom_kill 3\nunevictable_pgs_culled 5\n")
+    assert oom_kills(tmp_path / "vmstat") == 3
+    assert oom_kills(tmp_path / "of-an-older-kernel") == 0
+    assert oom_kills() >= 0
 
 
 def test_without_limits_the_machine_counts(tmp_path: Path) -> None:

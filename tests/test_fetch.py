@@ -93,6 +93,20 @@ def test_a_model_comes_in_one_format_of_weights_and_once(
     assert (snapshot / "b.safetensors").read_bytes() == WEIGHTS
 
 
+@pytest.mark.root("mounting a small file system")
+def test_a_cache_without_room_is_said(tmp_path: Path, address: tuple[str, list[str]]) -> None:
+    (tmp_path / "cache").mkdir()
+    small = ["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", tmp_path / "cache"]
+    subprocess.run(small, check=True)
+    try:
+        done = fetch(tmp_path, address[0], "task.name=arithmetic")
+    finally:
+        subprocess.run(["umount", tmp_path / "cache"], check=True)
+    assert done.returncode == 2
+    assert "No space left on device" in done.stdout
+    assert "; free space, or set HF_HOME to a folder with more\n" in done.stdout
+
+
 def test_what_cannot_be_had_is_said_and_the_rest_comes(
     tmp_path: Path, address: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

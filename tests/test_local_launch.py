@@ -415,6 +415,19 @@ def test_a_failure_is_told_with_the_end_of_the_log(tmp_path: Path, transport: st
     assert read_events(RunDir(tmp_path / "run-seed0"))[-1].items() >= {"event": "failed", "code": 1}.items()
 
 
+def test_a_lack_of_memory_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir.create(config_of(tmp_path, "files"))
+    counts = iter([3, 5])
+    monkeypatch.setattr(local, "oom_kills", lambda: next(counts))
+    killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    assert local.launch(run, run.config(), program=killed) == Exit.NO_PROGRESS
+    told = capsys.readouterr().err
+    assert "was ended by SIGKILL; the end of" in told
+    assert "\nmeanwhile the kernel killed 2 programs for lack of memory (RAM, or the limit of a" in told
+
+
 @pytest.mark.mpi
 def test_a_rank_killed_while_the_run_starts_is_named(tmp_path: Path) -> None:
     launched = Launched(tmp_path, "killed", "mpi")

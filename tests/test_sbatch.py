@@ -725,6 +725,11 @@ def test_check_of_a_node(tmp_path: Path, smi: str, mark: str) -> None:
     assert _bash(f'source {SOURCED}; bash -c "$CHECK" "$RUN"', **facts) == f"{mark}n1\n"
 
 
+def test_only_answers_of_hosts_count_whatever_else_a_site_prints() -> None:
+    said = "!!! Your home is at 98 % !!! n1 loaded\n?n3 restored !n2 n10"
+    assert _bash(f"source {SOURCED}; of_hosts {quote(said)} n1 n2 n3").split() == ["n1", "?n3", "!n2"]
+
+
 SEARCHER = """
 import os, signal, sys
 from pathlib import Path

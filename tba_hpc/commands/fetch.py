@@ -7,6 +7,7 @@ Hugging Face libraries choose their cache when they are imported, and a task may
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -26,6 +27,9 @@ from tba_hpc.tasks.data import download
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 """Environment variables by which batch scripts forbid access to the hub."""
+
+NO_ROOM = re.compile(r"[Qq]uota exceeded|No space left|os error (28|122)")
+"""Pattern of errors for lack of space. Not all of them are OSErrors: the hub's client is partly in Rust."""
 
 OTHER_FORMATS = ("*.h5", "*.msgpack", "*.onnx", "*.ot", "*.tflite", "*.gguf", "*.mlmodel", "*.pth", "*.pt")
 """Files with weights in formats that this package does not read, so they are not downloaded."""
@@ -95,7 +99,8 @@ def _fetch(resource: Resource, environment: Mapping[str, str]) -> bool:
         return _tell(resource, f"MISSING, {error}", there=False)
     except Exception as error:  # the hub's client raises many kinds; the other resources are still fetched
         reason = (str(error).strip().splitlines() or [""])[0]
-        return _tell(resource, f"MISSING, {type(error).__name__}: {reason}", there=False)
+        room = "; free space, or set HF_HOME to a folder with more" if NO_ROOM.search(str(error)) else ""
+        return _tell(resource, f"MISSING, {type(error).__name__}: {reason}{room}", there=False)
     where = place(resource, environment)
     return _tell(
         resource,

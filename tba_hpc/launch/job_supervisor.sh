@@ -361,7 +361,8 @@ CHECK='
         rm -f "$file"
     done
     if type -P nvidia-smi > /dev/null; then
-        counts=$(timeout 20 nvidia-smi --format=csv,noheader \
+        # Where the driver is loaded anew for each program, that takes 30 s with eight GPUs.
+        counts=$(timeout 45 nvidia-smi --format=csv,noheader \
             --query-gpu=ecc.errors.uncorrected.volatile.total,remapped_rows.failure)
         case $? in
             0) ! grep -qE "(^|, )(Yes|[1-9][0-9]*)(,|$)" <<< "$counts" || mark=? ;;
@@ -387,6 +388,12 @@ probe() {
 
 joined() { (IFS=,; echo "$*"); }
 
+# of_hosts TEXT HOST…: print the words of TEXT that are answers of hosts. Others are what the shells of a site print.
+of_hosts() {
+    local word
+    for word in $1; do [[ " ${*:2} " != *" ${word#[\?\!]} "* ]] || echo "$word"; done
+}
+
 SICK=()              # nodes that failed the last check before a start
 
 # Check the job's nodes, and let `tba supervise` decide whether the ranks start on them. Return whether they do. If
@@ -402,7 +409,9 @@ place() {
             hosts=`allocated`
             answers=`probe '' $hosts`
         fi
-        wanted=($hosts $others) found=($answers)
+        wanted=($hosts $others)
+        answers=`of_hosts "$answers" "${wanted[@]}"`
+        found=($answers)
         [ ${#found[@]} -ge ${#wanted[@]} ] || ! ending || return
         ask start "het=$het" "nodes=${NODES:-0}" "last_look=$look" "hosts=$hosts" "others=$others" "answers=$answers" \
             "ascending=$ascending" "trainers=$TRAINERS" "searchers=$SEARCHERS" \
@@ -524,7 +533,7 @@ KEEP='
     done'
 
 # Return whether this node passes the health check; say so if it does not.
-healthy() { [[ `bash -c "$CHECK" "$RUN" 2>/dev/null` != \?* ]] || { say "$HERE fails the health check"; false; }; }
+healthy() { [[ `bash -c "$CHECK" "$RUN" 2>/dev/null | tail -n 1` != \?* ]] || { say "$HERE fails the health check"; false; }; }
 
 # The main function of a job of elastic searchers, which has one node: run searchers until the run is finished or
 # the job leaves.

@@ -31,7 +31,7 @@ import psutil
 from rich.console import Console
 
 from tba_hpc.config import Config
-from tba_hpc.core.wording import first_words, without_fail
+from tba_hpc.core.wording import count, first_words, without_fail
 from tba_hpc.launch import LaunchError, mpi_library
 from tba_hpc.report.status import LiveDisplay
 from tba_hpc.report.tables import Terminal
@@ -40,6 +40,7 @@ from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.files import is_full, read_regular
 from tba_hpc.run.listeners import calls, deafen, listeners
+from tba_hpc.run.memory import oom_kills
 from tba_hpc.run.metrics import MetricsTail, number
 from tba_hpc.run.notes import Exit, at_work, first_note, log_file, rank_name
 from tba_hpc.run.signals import die_with, kill_session
@@ -435,6 +436,7 @@ def _attempt(
     logs, before = _once_possible(run, config, asked, run.begin_attempt), _stamp(run.summary)
     trainers, searchers = config.launch.trainers, config.launch.searchers
     log_event(run, "start", attempt=logs.name, trainers=trainers, searchers=searchers)
+    killed_before = oom_kills()
     with (
         private_memory() as memory,
         start_world(processes, logs, memory, ranks=trainers + searchers) as world,
@@ -456,7 +458,7 @@ def _attempt(
     if code == 0 and (run.finished or _stamp(run.summary) not in (None, before)):
         log_event(run, "finished" if run.finished else "stopped")
         return code
-    return _explain(run, world, code, logs, config)
+    return _explain(run, world, code, logs, config, oom_kills=oom_kills() - killed_before)
 
 
 class LaunchDisplay(LiveDisplay):
@@ -507,13 +509,21 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return status and (status.st_ino, status.st_mtime_ns, status.st_size)
 
 
-def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config) -> int:
-    """Print why the ranks ended with status ``code``; return the exit status of the run."""
+def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config, *, oom_kills: int) -> int:
+    """Print why the ranks ended with status ``code``; return the exit status of the run.
+
+    oom_kills: number of processes of this machine that were killed for lack of memory meanwhile.
+    """
     refused = refusal(logs)
     text = refused or first_note(logs, "failed") or failure(logs, world, code, config.launch.trainers)
     for rank, frames in [] if refused else late_ranks(logs):
         where = f"{rank} reached no safe point in time; its stack then, innermost call first:"
         text = "\n".join([text, where, *frames])
+    if oom_kills and not refused:
+        text += (
+            f"\nmeanwhile the kernel killed {count(oom_kills, 'program')} for lack of memory (RAM, or the "
+            "limit of a container or job): give the run more, or start fewer ranks (launch.searchers)"
+        )
     _say(Terminal(stderr=True), text, "red")
     if refused:
         log_event(run, "refused", sentence=refused)

@@ -1,4 +1,4 @@
-"""Computes how much memory a process may still allocate on its machine and in its control groups."""
+"""Computes how much memory a process may still allocate, and counts processes killed for lack of it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ def free_memory(process: Path = Path("/proc/self"), groups: Path = Path("/sys/fs
     process: its folder below /proc. groups: folder of the control groups.
     """
     return min([psutil.virtual_memory().available, *_left_by_groups(process / "cgroup", groups)])
+
+
+def oom_kills(counters: Path = Path("/proc/vmstat")) -> int:
+    """Return how many processes of this machine the kernel has killed for lack of memory since it started.
+
+    Kills for the limit of a control group, such as that of a container or a Slurm job, are included.
+    counters: the kernel's counters, with lines ``oom_kill 3``. Returns 0 if it does not count them.
+    """
+    found = re.search(r"^oom_kill (\d+)$", counters.read_text(), re.MULTILINE) if counters.exists() else None
+    return int(found[1]) if found else 0
 
 
 def _left_by_groups(listing: Path, groups: Path) -> Iterator[int]:
