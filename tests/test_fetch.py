@@ -120,7 +120,7 @@ def test_what_cannot_be_had_is_said_and_the_rest_comes(
     )
     assert done.returncode == 2
     assert done.stderr.endswith(
-        "tba: something is missing, see above: of the hub's, check the name, the network, and HF_TOKEN if it is "
+        "tba: something is missing, see above: of the hub's, check name, network, and HF_TOKEN if it is "
         "gated; a file or folder of yours must be there already, and the config may say how to make it\n"
     )
     assert f"task.train_file={tmp_path}/train.jsonl: is there, " in done.stdout
