@@ -263,6 +263,8 @@ def submit(
         raise ConfigError(f"--print prints one script, but these are {len(jobs)} runs: print one at a time")
     if dry_run or print_only:
         typer.echo("\n".join(submissions.script(one, make=print_only) for one in jobs), nl=False)
+        if dry_run:
+            typer.echo("not checked: Slurm and this machine, which tba submit checks first", err=True)
         return
     from tba_hpc.commands import submit as slurm_job
 

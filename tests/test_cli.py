@@ -72,7 +72,7 @@ def test_somebody_elses_run_is_summed_up() -> None:
         with somebody_else(run.path):
             shown = tba("report", run.path, "--json")
         assert shown.returncode == 0 and json.loads(shown.stdout)["steps"] == 0, shown
-        assert shown.stderr == f"{run.path} is not yours to write: its summary and report stay as they are\n"
+        assert shown.stderr == f"you may not write to {run.path}: its summary and report stay as they are\n"
         assert not run.summary.exists() and not run.report.exists()
 
 
@@ -188,7 +188,8 @@ def test_submit_needs_no_more_than_nodes_and_says_what_it_takes(
     assert f"submit --config {run} --site" in tba("status", run, "--once").stdout
     assert (
         f"type: tba fetch {quote(str(config))} --site {quote(str(site))}\n" in named.stderr
-        and named.stderr.count("\n") == 1
+        and named.stderr.endswith("\nnot checked: Slurm and this machine, which tba submit checks first\n")
+        and named.stderr.count("\n") == 2
     )
     assert "#SBATCH --job-name=tba-math-gsm8k\n" in done.stdout
 

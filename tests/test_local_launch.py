@@ -22,7 +22,7 @@ from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import LaunchError, local, mpi_library
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
-from tba_hpc.run.notes import Exit
+from tba_hpc.run.notes import Exit, refusal
 
 PLAYER = """
 import os, signal, sys, time
@@ -568,7 +568,26 @@ def test_ranks_write_their_own_log_and_error(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program, str(run.path)], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("", "")
     assert sorted((logs / "searcher-0003.log").read_text().split()) == ["err", "out"]
-    assert local.refusal(logs) == "no disk"
+    assert refusal(logs) == "no disk"
+
+
+@pytest.mark.parametrize(("unbuffered", "printed"), [("", "a line"), ("1", "")])
+def test_the_exit_status_of_a_rank_survives_a_full_disk(unbuffered: str, printed: str) -> None:
+    """Its note and its log cannot be written."""
+    program = (
+        "import logging, sys; from functools import partial; from pathlib import Path;"
+        "from tba_hpc.launch.rank import explained, leaving; from tba_hpc.run.directory import RunDir;"
+        "from tba_hpc.run.files import DiskFullError; from tba_hpc.run.notes import write_note\n"
+        "logging.basicConfig(force=True)\n"
+        "with leaving(), explained(partial(write_note, RunDir(Path('/dev/null')), 'trainer', 0)):\n"
+        f"    sys.stdout.write({printed!r}) if {bool(printed)} else None\n"
+        "    raise DiskFullError('no space')\n"
+    )
+    with Path("/dev/full").open("w") as full:
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        words = [sys.executable, "-c", program]
+        done = subprocess.run(words, stdout=full, stderr=full, env=environment, timeout=120)
+    assert done.returncode == 2
 
 
 def test_modules_of_the_working_directory_come_after_all_others(tmp_path: Path) -> None:

@@ -99,6 +99,10 @@ STARTED = ("allocated", "start")
             *("preempted or out of time, back in the queue at step 4 (Resources)", ""),
         ),
         (
+            *(queue("PENDING"), (*STARTED, "stopped", "requeue"), True, "requeued"),
+            *("the ranks were asked to stop, or out of time, back in the queue at step 4 (Resources)", ""),
+        ),
+        (
             *(queue("PENDING", "RUNNING"), STARTED, True, "requeued"),
             *("ended by Slurm (requeued, preempted or a node lost), back in the queue at step 4", ""),
         ),
@@ -188,6 +192,12 @@ def test_a_new_job_is_not_judged_by_what_befell_the_one_before(run: RunDir) -> N
     assert run_state(monitor).state == "queued" and facts(monitor, run_state(monitor))["job"] == "8"
     found = run_state(look(run, queue("CANCELLED", job="8")))
     assert (found.state, found.words) == ("gone", "job 8 is gone (cancelled), the run is at step 0")
+
+
+def test_a_job_that_failed_on_a_full_disk_is_told_so(run: RunDir) -> None:
+    monitor = look(run, queue("FAILED"))
+    monitor.full = True
+    assert run_state(monitor).words == "job 7 is gone (failed), the run is at step 0; the disk is full"
 
 
 def test_silence_beyond_every_deadline_is_a_hint(run: RunDir) -> None:

@@ -71,6 +71,15 @@ def test_a_run_goes_on_where_it_lies_if_its_folder_has_its_name(tmp_path: Path) 
         replace(SUBMISSION, config=renamed, overrides=[]).resolve(submission.load_site())
 
 
+def test_a_script_for_a_run_is_refused_as_its_submission_is(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    (run.shards / "searcher-0000").mkdir()
+    (run.shards / "searcher-0000/shard-00000000.h5").touch()
+    resume = replace(SUBMISSION, config=run.path, overrides=["model.context_length=77"])
+    with pytest.raises(ConfigError, match=r"model\.context_length"):
+        script(resume)
+
+
 def test_each_config_runs_with_each_seed(tmp_path: Path) -> None:
     submissions = spread(SUBMISSION, [Path("math_gsm8k"), Path("tldr_pythia410m")], "3,5")
     runs = [submission.resolve(submission.load_site())[0] for submission in submissions]

@@ -7,9 +7,10 @@ from shlex import quote
 import pytest
 
 from tba_hpc.commands.submission import Submission, again
-from tba_hpc.commands.submit import _left_out, _short_time
+from tba_hpc.commands.submit import Ready, _left_out, _short_time, _submit
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site
+from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.run.directory import RunDir
 
 GENERIC = Path(__file__).parents[1] / "slurm/sites/generic.yaml"
@@ -35,6 +36,35 @@ def test_what_submits_a_run_again_is_what_was_typed(
         f"--config '{tmp_path}/a run' --site {quote(str(GENERIC))} --nodes 3 --trainer-nodes 1 --time 10"
     )
     assert again(submission, RunDir(tmp_path / "a run")) == f"{command} {options}"
+
+
+def test_a_run_that_slurm_refused_is_to_be_submitted_not_run_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submission = Submission(
+        config=Path("math_gsm8k"), site=Path("generic"), nodes=2, overrides=[f"run.root={tmp_path}"]
+    )
+    site = submission.load_site()
+    config, split = submission.resolve(site)
+    run = RunDir.check(config)
+    ready = Ready(
+        submission=submission, site=site, config=config, split=split, run=run, warnings=[], after=None
+    )
+
+    def send(_: RunDir, script: str) -> str:
+        raise slurm.SubmitError("Slurm refused the job: no")
+
+    monkeypatch.setattr(slurm, "send", send)
+    with pytest.raises(slurm.SubmitError):
+        _submit(ready)
+    found = run_state(_monitor(run))
+    assert (found.state, found.command) == ("created", again(submission, run))
+
+
+def _monitor(run: RunDir) -> RunMonitor:
+    monitor = RunMonitor(run)
+    monitor.update()
+    return monitor
 
 
 def test_a_chain_that_slurm_cuts_short_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

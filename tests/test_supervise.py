@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -224,7 +225,36 @@ def test_nodes_in_another_order_than_slurms_send_the_job_back(
     assert "they are not in Slurm's own order, component 0 first: n2 n3 n4" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("stage", ["begin", "start"])
+def test_a_full_disk_ends_the_job_with_a_sentence(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
+) -> None:
+    def full(_: supervise.JobState) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setitem(supervise.STAGES, stage, full)
+    assert supervise.main([stage, str(run.path)]) == 2
+    sentence = f"the file system of {run.path} is full: free space or raise the quota, then"
+    assert sentence in capsys.readouterr().err
+    assert read_events(run)[-1]["sentence"].startswith(sentence)
+
+
 # --- ended ---
+
+
+def test_ranks_that_could_write_no_note_on_a_full_disk_are_not_started_again(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tba_hpc.run.notes.is_full", lambda folder: True)
+    assert _next(run, "ended", code=1) == "exit 2"
+    assert f"the file system of {run.path}/logs/latest is full" in read_events(run)[-1]["sentence"]
+
+
+def test_the_answer_is_given_although_the_log_lies_on_a_full_disk(run: RunDir) -> None:
+    words = [sys.executable, "-m", "tba_hpc", "supervise", "ended", str(run.path), "code=3", "relaunches=2"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=full, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "again 1\n")
 
 
 def test_only_the_leaders_word_makes_a_run_finished(run: RunDir) -> None:

@@ -457,7 +457,8 @@ def check_model(facts: Facts) -> Iterator[Finding]:
         yield ok("model", f"{name}: {model_bytes(name, environment) / 1e9:.2f} GB in {config.parent}")
     elif is_local(name):
         how = "has no config.json" if Path(name).is_dir() else "does not exist here"
-        yield problem("model", f"model.path={name} {how}", "give a folder with a model, which all nodes see")
+        remedy = "give a folder with a model, which all nodes see, or make it: the config may say how"
+        yield problem("model", f"model.path={name} {how}", remedy)
     elif is_offline(environment):
         found = (
             f"model.path={name} is not in {hub_cache(environment)}, and HF_HUB_OFFLINE=1 forbids a download"

@@ -57,7 +57,8 @@ def fetch(config: Config, site: Site | None) -> None:
     )
     if done.returncode:
         raise ConfigError(
-            "something is missing, see above: check its name, the network, and HF_TOKEN if it is gated"
+            "something is missing, see above: of the hub's, check name, network, and HF_TOKEN if it is "
+            "gated; a file or folder of yours must be there already, and the config may say how to make it"
         )
 
 

@@ -30,6 +30,7 @@ from tba_hpc.launch.plan import (
 from tba_hpc.launch.sbatch import batch_script, job_of
 from tba_hpc.run import modules, slurm_queue
 from tba_hpc.run.changes import create as create_run
+from tba_hpc.run.changes import refuse_steps_behind
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.owners import refuse_owned
@@ -201,10 +202,12 @@ def script(submission: Submission, *, make: bool = False) -> str:
     """Return the batch script of a submission, and print warnings on stderr. Raises ConfigError.
 
     make: whether to make the run directory and a copy of the code, so that sbatch can take the script.
-    Otherwise nothing is written.
+    Otherwise nothing is written. Slurm and this machine are not checked: the script may be for elsewhere.
     """
     site = submission.load_site()
     config, split = submission.resolve(site)
+    if RunDir(config.run_dir).config_file.exists():
+        refuse_steps_behind(RunDir.check(config), config)
     facts = Facts(
         site=site,
         config=config,

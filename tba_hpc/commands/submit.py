@@ -22,7 +22,7 @@ from tba_hpc.checks.slurm_checks import check_job_requeue
 from tba_hpc.commands.submission import Submission, again, last_job, script_of
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.core.wording import count
-from tba_hpc.launch import slurm, snapshot
+from tba_hpc.launch import LaunchError, slurm, snapshot
 from tba_hpc.launch.component_nodes import separate_nodes
 from tba_hpc.launch.plan import Component, Plan, Site, searchers_of_a_node
 from tba_hpc.launch.sbatch import elastic_script, job_of
@@ -162,7 +162,11 @@ def _submit(ready: Ready) -> str:
     text, changes = ready.script(), consequences(ready.run, ready.config)
     modules.keep(create_run(ready.config), ready.config, ready.submission.beside)
     snapshot.take(ready.run.path)
-    job = slurm.submit(ready.run, text)
+    try:
+        job = slurm.submit(ready.run, text)
+    except LaunchError:  # the run directory stays, and ``tba status`` says what to type next
+        log_event(ready.run, "submitted", job="", restarts=0, command=again(ready.submission, ready.run))
+        raise
     if shorter := slurm.chain(ready.run, job, ready.script, length=ready.submission.chain):
         print(f"warning: {shorter}", file=sys.stderr)
     log_event(ready.run, "submitted", job=job, restarts=0, command=again(ready.submission, ready.run))

@@ -33,6 +33,18 @@ def output_is_lost() -> bool:
     return False
 
 
+def drop_lost_output() -> None:
+    """Redirect stdout and stderr to /dev/null if they cannot be written, as on a full disk.
+
+    Otherwise the interpreter would try again at its end, fail, and change the exit status.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 @contextmanager
 def without_fail() -> Iterator[None]:
     """Run a block that shows something; if it raises an exception, only print the error on stderr.

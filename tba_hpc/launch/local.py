@@ -38,11 +38,11 @@ from tba_hpc.report.tables import Terminal
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.events import log_event
-from tba_hpc.run.files import is_full, read_regular
+from tba_hpc.run.files import read_regular
 from tba_hpc.run.listeners import calls, deafen, listeners
 from tba_hpc.run.memory import oom_kills
 from tba_hpc.run.metrics import MetricsTail, number
-from tba_hpc.run.notes import Exit, at_work, first_note, log_file, rank_name
+from tba_hpc.run.notes import Exit, at_work, first_note, log_file, rank_name, refusal
 from tba_hpc.run.signals import die_with, kill_session
 from tba_hpc.run.stacks import late_ranks
 
@@ -554,16 +554,6 @@ def _watch(run: RunDir, world: Ranks, asked: Signals, display: LiveDisplay) -> i
         display.refresh()
         time.sleep(RANKS_CHECK_SECONDS)
     return code
-
-
-def refusal(logs: Path) -> str | None:
-    """Return a sentence about a failure that only the user can fix, or None. logs: folder of the attempt."""
-    if (refused := first_note(logs, "refused")) or not is_full(logs):
-        return refused
-    return (  # on a full disk no rank can write a note
-        f"the file system of {logs} is full: free space or raise the quota, then start the same run again; "
-        "nothing sealed is lost"
-    )
 
 
 def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:

@@ -17,7 +17,7 @@ from functools import partial
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.core.ports import EngineError, ExchangeError
 from tba_hpc.core.types import Role
-from tba_hpc.core.wording import first_few, printable
+from tba_hpc.core.wording import drop_lost_output, first_few, printable
 from tba_hpc.exchange.hdf5_shards import ShardError
 from tba_hpc.launch.placement import Placement, refuse_index
 from tba_hpc.run.checkpoints import StateError
@@ -113,7 +113,7 @@ def _leave(status: int) -> None:
     main = threading.main_thread()
     stay = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
     log.warning("this rank ends although threads of the user's code still run: %s", first_few(stay))
-    sys.stdout.flush()
+    drop_lost_output()
     os._exit(status)
 
 
@@ -141,4 +141,5 @@ def explained(note: Callable[[str, Kind], None] | None = None) -> Iterator[None]
             note(str(error), "refused" if refused else "failed")
         else:
             print(f"tba: {printable(str(error))}", file=sys.stderr)
+        drop_lost_output()
         raise SystemExit(Exit.REFUSED if refused else Exit.FAILED) from None

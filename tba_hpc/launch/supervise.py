@@ -20,10 +20,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from tba_hpc.core.wording import count
+from tba_hpc.core.wording import count, drop_lost_output
 from tba_hpc.run.events import append_event, this_job
-from tba_hpc.run.files import listing, publish, write_atomic
-from tba_hpc.run.notes import AT_WORK_FILE, Exit, first_note
+from tba_hpc.run.files import is_disk_full, listing, publish, write_atomic
+from tba_hpc.run.notes import AT_WORK_FILE, Exit, disk_full, refusal
 
 FIRST_ELASTIC = 5000
 """Number of the first elastic searcher. A copy of the one in ``config``, which takes long to import."""
@@ -133,9 +133,11 @@ class JobState:
 
 
 def say(sentence: str) -> None:
-    """Write a line to the job's log."""
+    """Write a line to the job's log, if the disk of the log has space."""
     job, restarts = this_job(), os.environ.get("SLURM_RESTART_COUNT", "0")
-    print(f"[{time.strftime('%F %T')} job {job} restart {restarts}] {sentence}", file=sys.stderr, flush=True)
+    line = f"[{time.strftime('%F %T')} job {job} restart {restarts}] {sentence}"
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 # --- Stages ---
@@ -282,7 +284,7 @@ def ended(job: JobState) -> str:
         return job.end()
     logs = job.run / "logs/latest"
     listing(logs)
-    sentence = first_note(logs, "refused")
+    sentence = refusal(logs)
     # The ranks of a job that was asked to stop have not failed in two cases. saved: they were killed after
     # their checkpoint was complete. unheard: they ended before they listened to signals, and did not hang.
     # The leader writes AT_WORK_FILE later, once all ranks have joined.
@@ -449,7 +451,15 @@ def main(words: Sequence[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     try:
         print(STAGES[name](job))
-    except ValueError as error:  # ConfigError, OwnedError, DiskFullError
-        say(str(error))
+        return 0
+    except (ValueError, OSError) as error:  # ValueError: ConfigError, OwnedError
+        full = is_disk_full(error)
+        if not (full or isinstance(error, ValueError)):
+            raise
+        sentence = disk_full(job.run) if full else str(error)
+        if full and name in ("begin", "start"):
+            job.log("refused", sentence=sentence)
+        say(sentence)
         return Exit.REFUSED
-    return 0
+    finally:
+        drop_lost_output()

@@ -212,6 +212,7 @@ def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
         return RunState("queued", f"queued{bracketed(reason)}", release)
     kinds = {event["event"] for event in events if event["restarts"] == events[-1]["restarts"]}
     why = "nodes unreachable" if "requeue" in kinds else "ended by Slurm (requeued, preempted or a node lost)"
+    why = "the ranks were asked to stop, or out of time" if {"stopped", "requeue"} <= kinds else why
     why = "preempted or out of time" if "signal" in kinds else why
     why = "a node drained" if "draining" in kinds else why
     return RunState("requeued", f"{why}, back in the queue at step {step}{bracketed(reason)}", release)
@@ -253,7 +254,9 @@ def _after_a_job(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
     job_id, state = job[0]["job"], job[0]["state"]
     how = "" if state == FORGOTTEN else f" ({state.lower().replace('_', ' ')})"
     gone = RunState("gone", f"job {job_id} is gone{how}, the run is at step {monitor.step}")
-    if state == "FAILED" and not _heard_of(monitor, job):
+    if monitor.full:  # so that nothing could tell why
+        gone = replace(gone, words=f"{gone.words}; the disk is full")
+    elif state == "FAILED" and not _heard_of(monitor, job):
         gone = RunState("gone", f"job {job_id} failed without a word: do its nodes see {monitor.run.path}?")
     again = _submit(monitor, job_id)
     ended = _ended(monitor, again) if _heard_of(monitor, job) else None

@@ -34,7 +34,8 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
     ===========  ====================================================================================
     event       when it happens, and its extra keys
     ===========  ====================================================================================
-    submitted   ``tba submit`` has submitted ``job``; ``command``: what submits the run again
+    submitted   ``tba submit`` has submitted ``job`` ("": made a script, or was refused); ``command``:
+                what submits the run again
     allocated   a batch script begins, for the first time or after a requeue; ``nodes``: "node1,node2"
     changed     a resume brings another config; ``keys``: {"train.steps": [80, 2000]}, old and new values
     start       the ranks are about to be started; ``attempt``: "attempt-003", ``trainers``, ``searchers``

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tba_hpc.run.files import write_atomic
+from tba_hpc.run.files import is_full, write_atomic
 
 if TYPE_CHECKING:  # slow to import, and batch scripts call this module often
     from tba_hpc.core.types import Role
@@ -65,18 +66,34 @@ def write_note(run: RunDir, role: Role, index: int, sentence: str, kind: Kind) -
     """Write a note with the reason why a rank failed, a ``sentence`` that the launcher shows to the user.
 
     kind: after ``refused`` the launcher does not start the ranks again. If the note cannot be written, it is
-    printed on stderr.
+    printed on stderr. No error is raised, so that the rank's exit status remains.
     """
     try:
         write_atomic(run.attempt / f"{kind}-{rank_name(role, index)}.txt", sentence.strip() + "\n")
-    except OSError as error:  # the disk may be full, and the note may be about that
-        print(f"cannot leave a note for the launcher ({error}): {sentence}", file=sys.stderr)
+    except OSError as error:  # the disk may be full, and stderr may be a log on the same disk
+        with suppress(OSError):
+            print(f"cannot leave a note for the launcher ({error}): {sentence}", file=sys.stderr)
 
 
 def first_note(logs: Path, kind: Kind | Literal["*"]) -> str | None:
     """Return the earliest note of a kind in an attempt's folder, or None. kind: ``*`` means both kinds."""
     notes = sorted(logs.glob(f"{kind}-*-*.txt"), key=lambda path: path.stat().st_mtime_ns)
     return notes[0].read_text(encoding="utf-8").strip() if notes else None
+
+
+def refusal(logs: Path) -> str | None:
+    """Return a sentence about a failure that only the user can fix, or None. logs: folder of the attempt."""
+    if (refused := first_note(logs, "refused")) or not is_full(logs):
+        return refused
+    return disk_full(logs)  # on a full disk no rank can write a note
+
+
+def disk_full(path: Path) -> str:
+    """Return a sentence for the user about the full file system of a run, to which ``path`` belongs."""
+    return (
+        f"the file system of {path} is full: free space or raise the quota, then start the same run again; "
+        "nothing sealed is lost"
+    )
 
 
 def note_at_work(run: RunDir) -> None:
