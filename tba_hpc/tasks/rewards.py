@@ -21,7 +21,7 @@ import re
 import reprlib
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from copy import deepcopy
 from itertools import groupby
 from types import FrameType
@@ -29,7 +29,7 @@ from typing import Any
 
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.core.own_code import IN_TIME, OF_A_FILE, find_function, in_words, raised_at, where_is
-from tba_hpc.core.wording import did_you_mean
+from tba_hpc.core.wording import count, did_you_mean
 from tba_hpc.tasks.judge import Judge
 from tba_hpc.tasks.program import Program
 
@@ -43,6 +43,9 @@ TRIAL_COMPLETIONS = 8
 
 SEQUENCES = (str, list)
 """Types of fields that a function can take for a list with an item per completion."""
+
+NO_LISTS = (str, bytes, Mapping, Set)
+"""Types of answers that can be iterated, but not as a list with a number per completion."""
 
 ONE_ROW = (
     "the argument completions is a list of texts, and any other argument is the row's one value, not a list "
@@ -184,7 +187,13 @@ class Function:
 
     def _rewards(self, answers: Sequence[Answer]) -> list[float]:
         """Return the rewards of answers to one prompt."""
-        given = list(self._call([text for _, text in answers], **self._fields(answers[0][0])))
+        found = self._call([text for _, text in answers], **self._fields(answers[0][0]))
+        if isinstance(found, NO_LISTS) or not hasattr(found, "__iter__"):
+            raise NoNumberError(
+                f"{self._key} gave {reprlib.repr(found)} for {count(len(answers), 'completion')}, which is no "
+                "list of numbers"
+            )
+        given = list(found)
         if len(given) != len(answers):
             raise CountError(
                 f"{self._key} gave {len(given)} numbers for {len(answers)} completions; {ONE_ROW}"
