@@ -190,8 +190,8 @@ class Function:
         found = self._call([text for _, text in answers], **self._fields(answers[0][0]))
         if isinstance(found, NO_LISTS) or not hasattr(found, "__iter__"):
             raise NoNumberError(
-                f"{self._key} gave {reprlib.repr(found)} for {count(len(answers), 'completion')}, which is no "
-                "list of numbers"
+                f"{self._key} gave {reprlib.repr(found)} for {count(len(answers), 'completion')}, which is "
+                "no list of numbers"
             )
         given = list(found)
         if len(given) != len(answers):
