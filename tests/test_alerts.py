@@ -66,7 +66,7 @@ def trends_of(values: Values, *, searchers: int = 2) -> Trends:
     trends.take({"time": 0.0, "event": "started", "step": 0})
     for step in range(STEPS + 1):
         at = {name: value for name, of in values.items() if (value := of(step)) is not None}
-        trainer = {name: value for name, value in at.items() if name.startswith("train/")}
+        trainer = {name: value for name, value in at.items() if name.startswith(("train/", "staleness/"))}
         fresh = {name: value for name, value in at.items() if name.startswith("search/")}
         if step:
             trends.take({"time": float(step), "step": step, **trainer})
@@ -186,6 +186,9 @@ WRONG: dict[str, Case] = {
     "Effective sample size 2 % of a batch since step 40: .* Bound exchange.max_staleness": case(
         {"train/ess": after(40, 0.02, 0.9)}, train={"objective": "grpo"}
     ),
+    "Data were 40 steps old on average, in 80 steps: .* Set exchange.max_staleness, such as 20": case(
+        {"staleness/mean": lambda step: step - 1.0}
+    ),
     "differ by 0.03 nats per token, from 0.004 at first, since step 60: .* model.dtype to float32": case(
         {"search/engine_gap": after(60, 0.03, 0.004)}
     ),
@@ -244,6 +247,9 @@ def test_what_goes_wrong_is_said_in_one_sentence_first(words: str, wrong: Case) 
         case({"search/reward_share": always(0.5)}),
         case({"search/kl": always(6.0)}, train={"reference": "behaviour"}, task={"name": "math"}),
         case({"search/rejected": lambda step: step // 4}),  # 40 of 16,000
+        case({"staleness/mean": lambda step: step / 2}),  # drawn evenly from a growing buffer
+        case({"staleness/mean": lambda step: step - 1.0}, exchange={"max_staleness": 100}),
+        case({"staleness/mean": lambda step: abs(step - 40.0)}),  # a replay of all at once
         case({"train/better_log_weight": always(-4.0)}, SOLVED),
         case({}, evaluated({10: 0.9, 20: 0.82, 40: 0.93})),  # a sag
         case({"train/flat_groups": always(0.95)}, SOLVED),

@@ -427,6 +427,27 @@ def few_effective(view: View) -> Alert | None:
     )
 
 
+def first_samples(view: View) -> Alert | None:
+    """Alert if most of what an unbounded run has learned from was sampled near its beginning.
+
+    If all data were the initial model's, their mean age would be half of the steps. Data drawn evenly from
+    all that was ever sampled would have half of that age, and the alert begins in between.
+    """
+    trends, ages = view.trends, view.values("staleness/mean")
+    age = trends.curves["staleness/mean"].mean
+    if age is None or trends.steps < EARLY_STEPS or view.config.exchange.max_staleness is not None:
+        return None
+    if age <= 0.35 * trends.steps or ages[0] > age:  # ages fall in a replay of all shards at once
+        return None
+    return _alert(
+        f"data were {_few(age)} steps old on average, in {trends.steps} steps",
+        key="exchange.max_staleness",
+        why="steps were faster than completions, so most of what they learned from was sampled by the first "
+        "weights",
+        remedy="set exchange.max_staleness, such as 20, so that the trainer waits for newer completions",
+    )
+
+
 def engine_gap(view: View) -> Alert | None:
     """Alert if engine and learner compute different log-probabilities with the same weights.
 
@@ -565,7 +586,8 @@ def idle_searchers(view: View) -> Alert | None:
 
 RULES = (
     *(skipped_steps, wrong_reference, constant_reward, rejected_rewards, nan_groups, unjudged_answers),
-    *(falling, sinking_answers, distant_policy, collapsed_entropy, few_effective, engine_gap, biased_samples),
+    *(falling, sinking_answers, distant_policy, collapsed_entropy, few_effective, first_samples),
+    *(engine_gap, biased_samples),
     *(flat_groups, truncated, waiting_trainer, slow_reward, idle_searchers),
 )
 """All rules, in the order of their alerts: the worst first."""
