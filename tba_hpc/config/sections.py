@@ -32,7 +32,6 @@ from tba_hpc.config.variants import (
     NoDuplicates,
     Oapl,
     ObjectiveChoice,
-    ObjectiveSection,
     Positive,
     RatioBound,
     RatioTaper,
@@ -329,7 +328,7 @@ def _schedule(value: Any, info: ValidationInfo) -> tuple[tuple[int, float], ...]
     return points
 
 
-def _without_kl(objective: ObjectiveSection) -> str:
+def _without_kl(objective: ObjectiveChoice) -> str:
     """Return the remedy for a train.beta of 0, by which other systems switch the KL term off."""
     if objective.kl_optional:
         return "0 leaves out the KL term"

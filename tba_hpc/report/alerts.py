@@ -29,7 +29,14 @@ SMOOTH = 3
 """Number of neighbouring points averaged to find a peak or a trough of the reward."""
 
 EARLY_STEPS = 20
-"""Number of steps that the alert on rewarded completions averages."""
+"""Number of steps that the alert on rewarded completions averages, and that others wait for."""
+
+FEW_COMPLETIONS = 200
+"""Number of completions before which equal rewards may be chance. If one in ten were right, so many would
+contain a right one."""
+
+WAIT_SECONDS = 60.0
+"""Time that an attempt must have trained before the trainer's waits are judged, s: it begins with one."""
 
 HUGE = 1e6
 """Absolute mean reward above which the rewards explain a loss or gradient norm that is not finite."""
@@ -192,8 +199,7 @@ def wrong_reference(view: View) -> Alert | None:
 def constant_reward(view: View) -> Alert | None:
     """Alert if every completion has had the same reward."""
     count, values = view.trends.trajectories, view.values("search/reward")
-    # If one completion in ten were right, 200 would contain a right one.
-    if count < 200 or not view.always_equal:
+    if count < FEW_COMPLETIONS or not view.always_equal:
         return None
     truncated = view.trends.latest("search/truncated_share")
     cut = f", {_share(truncated)} of them cut off at generator.max_tokens" if truncated else ""
@@ -502,6 +508,8 @@ def flat_groups(view: View) -> Alert | None:
     wrong = view.wrong_since(name, lambda value: value > 0.8)
     if wrong is None or view.solved or constant_reward(view):  # a constant reward explains it
         return None
+    if view.trends.steps < EARLY_STEPS and view.trends.trajectories < FEW_COMPLETIONS:
+        return None
     found = f"{_share(wrong[0])} of the groups have one reward for all completions"
     if view.always_equal:
         return _alert(
@@ -543,6 +551,8 @@ def waiting_trainer(view: View) -> Alert | None:
     """Alert if the trainer has waited for data for more than half of its time."""
     share = view.values("train/wait_share")[-1:]
     if not share or share[0] <= 0.5 or view.synchronous or slow_reward(view):  # a slow reward explains it
+        return None
+    if view.trends.steps - view.trends.begun < EARLY_STEPS or view.trends.attempt_seconds < WAIT_SECONDS:
         return None
     return _alert(
         f"trainer has waited {_share(share[0])} of its time",
