@@ -259,7 +259,7 @@ class LiveDisplay:
     def refresh(self) -> None:
         """Read what is new and show it; do nothing if the last call that did is less than a second ago.
 
-        Without a terminal, the line of a run that is over is left to ``__exit__``, so that it is printed once.
+        Without a terminal, the line of a run that is over is left to ``__exit__``, which prints it once.
         """
         if time.monotonic() - self._looked < REFRESH_SECONDS:
             return
