@@ -319,9 +319,7 @@ def test_perplexities_under_different_references_are_not_put_side_by_side(
     assert set(re.findall(r"<text[^>]*>step (\d+)</text>", drawn)) == {"9", "10"}
 
 
-def test_a_score_of_an_earlier_step_is_named_as_that(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_score_of_an_earlier_step_is_named_as_that(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     """A finished run that was extended and then stopped; once it finishes again the step is left out."""
     write(run.metrics_file("trainer"), [step(s, 5.0 + s) for s in range(1, 9)])
     evaluate(run, "test", 0, (10, 15))
