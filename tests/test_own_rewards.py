@@ -53,6 +53,8 @@ def chatty(completions, **kwargs): return [len(one[0]["content"]) for one in com
 import numpy
 def drawn(completion): return numpy.random.RandomState(0).randint(len(completion))
 def takes(completion, tests): return float(len(tests["left"]) if tests["left"].pop() else 0)
+def keyed(completions, prompt): return {i: 1.0 for i in range(len(completions))}
+def mixed(completions, prompt): return {float(i) for i in range(len(completions))}
 def paired(completions, tests, **kwargs): return [float(a == b) for a, b in zip(completions, tests)]
 def sharing(completions, prompt, tests): return [len({*one} & {*prompt}) / sum(tests) for one in completions]
 def take(completions, tests): return [takes(completion, tests) for completion in completions]
@@ -419,9 +421,11 @@ def test_a_busy_judge_is_asked_again_a_refusing_one_is_not_and_no_error_tells_th
     with serving(lambda n, body: (429, 0) if n < 3 else (200, 4)) as server:
         assert judge(server)([({}, "a")]) == [4.0]
         assert pauses == [7.0, 1.0]  # as the server asks, who may write a date
-    for status, times in ((503, 3), (401, 1), (307, 1), (301, 1)):
-        with serving(lambda n, body, status=status: (status, 0)) as server:
-            with pytest.raises(JudgeError, match=rf"status {status}; asked {times} times") as error:
+    why = {"error": "Unsupported value: 'temperature' of s3cret"}
+    for status, times in ((503, 3), (529, 3), (400, 1), (401, 1), (307, 1), (301, 1)):
+        with serving(lambda n, body, status=status: (status, why)) as server:
+            sentence = rf"status {status}, .*Unsupported value: .* of \*\*\*.*; asked {times} times"
+            with pytest.raises(JudgeError, match=sentence) as error:
                 judge(server)([({}, "a")])
             assert len(server.asked) == times and "s3cret" not in repr(error.value)
     with pytest.raises(JudgeError, match="refused; asked 3 times"):
@@ -506,6 +510,9 @@ def test_a_function_that_gives_no_number_is_named_before_the_start(
         ConfigError, match=r"task\.reward=own_rewards:texts gave '1', which is not a number: give"
     ):
         make(own, "own_rewards:texts").try_rewards()
+    for name in ("keyed", "mixed"):  # whose keys, or whose order, are no rewards
+        with pytest.raises(ConfigError, match=rf"{name} gave {{.*}}, which is not a list of numbers: give"):
+            make(own, f"own_rewards:{name}").try_rewards()
     make(own, "own_rewards:drawn").try_rewards()
     assert (
         "drawn raised ValueError: high <= 0 (own_rewards.py:15 in drawn) on empty completions" in caplog.text
@@ -534,11 +541,11 @@ def test_an_answer_that_is_no_list_is_refused_before_the_start_and_costs_its_gro
     (own / "lists.py").write_text(f"def f(completions): return {answer}\n")
     sys.modules.pop("lists", None)
     task = make(own, "lists:f")
-    sentence = rf"lists:f gave {re.escape(said)} for 1 completion, which is no list of numbers: give a number"
+    sentence = rf"lists:f gave {re.escape(said)}, which is not a list of numbers: give a number"
     with pytest.raises(ConfigError, match=sentence):
         task.try_rewards()
     assert not caplog.messages
-    with pytest.raises(TypeError, match="for 2 completions, which is no list of numbers"):
+    with pytest.raises(TypeError, match="which is not a list of numbers"):
         task.rewards(task.prompts("train")[0], [completion("a"), completion("b")])
 
 
@@ -639,16 +646,21 @@ def test_a_function_that_is_slow_at_first_is_told_and_left_to_the_run(
     )
 
 
-def test_a_judge_that_is_away_or_refuses_is_named_before_the_start(own: Path) -> None:
+def test_a_judge_that_is_away_or_refuses_is_named_before_the_start(
+    own: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with serving(lambda n, body: ({2: 401, 3: 422, 4: 307, 5: 405}.get(n, 200), 1)) as server:
         task = make(own, {"judge": {"url": server.url}})
         task.try_rewards()
         assert server.asked[0][1] == {**ROWS[0], "completion": ""}
-        with pytest.raises(ConfigError, match=r"judge\.url=.* gave no answer \(status 401\): start"):
+        with pytest.raises(ConfigError, match=r"judge\.url=.* gave no answer \(status 401, '1'\): start"):
             task.try_rewards()
         task.try_rewards()  # it is there, and takes no empty completion
+        assert [said.rpartition(" did ")[2] for said in caplog.messages] == [
+            "not judge an empty completion (status 422, '1')"
+        ]
         for status in (307, 405):  # it has moved; its page takes no POST
-            with pytest.raises(ConfigError, match=rf"gave no answer \(status {status}\): start"):
+            with pytest.raises(ConfigError, match=rf"gave no answer \(status {status}, '1'\): start"):
                 task.try_rewards()
     with pytest.raises(ConfigError, match=r"refused\): start the judge first"):
         task.try_rewards()  # it has gone

@@ -23,7 +23,12 @@ def test_a_prompt_begins_as_taught_and_does_not_end(template: str, first: list[i
         single=template, special_tokens=list(names.items())
     )
     tokenizer.save_pretrained(tmp_path)
-    assert load_tokenizer(str(tmp_path)).encode("12+3").tolist() == [*first, *plain]
+    made = load_tokenizer(str(tmp_path))
+    assert made.encode("12+3").tolist() == [*first, *plain]
+    if not template.endswith(
+        eos
+    ):  # an end that the text itself has, as the last message of a chat, is the user's
+        assert made.encode(f"12+3{eos}").tolist() == [*first, *plain, 0]
 
 
 def test_a_chat_template_ends_where_the_answer_begins(tmp_path: Path) -> None:

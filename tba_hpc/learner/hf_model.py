@@ -63,12 +63,12 @@ class HfTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Return the tokens, int32 [T], of ``text``: with a BOS if the tokenizer adds one, without an EOS.
 
-        If the text begins with a BOS itself, as a rendered chat does, there is no second one.
+        A BOS that begins the text, as in a rendered chat, is not doubled, and an EOS that ends it stays.
         """
-        tokens = self._tokenizer.encode(text)
+        tokens, eos = self._tokenizer.encode(text), self.eos_token_id
         begun_twice = tokens[:2] == [self._tokenizer.bos_token_id] * 2
-        tokens = tokens[1:] if begun_twice else tokens
-        return np.asarray(tokens[:-1] if tokens[-1:] == [self.eos_token_id] else tokens, np.int32)
+        adds_end = tokens[-1:] == [eos] and not text.endswith(str(self._tokenizer.eos_token))
+        return np.asarray(tokens[begun_twice : len(tokens) - adds_end], np.int32)
 
     def encode_chat(self, text: str) -> np.ndarray:
         return self.encode_rendered(self.render([{"role": "user", "content": text}], tools=(), ask=True))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import os
 import re
@@ -22,6 +23,8 @@ import httpx
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.core import web
 from tba_hpc.tasks.fields import answer_in, filled_in
+
+log = logging.getLogger(__name__)
 
 LONGEST_ANSWER = 1 << 20
 """Largest number of bytes that are read of a reply."""
@@ -35,8 +38,11 @@ FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 30.0
 """Longest pause before a retry, s."""
 
-BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
+BUSY = frozenset({408, 425, 429, *range(500, 600)})
 """Status codes after which a request is tried again."""
+
+LONGEST_QUOTE = 120
+"""Largest number of characters that a message quotes of a reply."""
 
 REFUSALS = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405})
 """Status codes that show a wrong key or a wrong address."""
@@ -100,19 +106,22 @@ class Judge:
     def try_on(self, row: Mapping[str, object]) -> None:
         """Ask about an empty completion. Raises ConfigError if the judge is unreachable or refuses access.
 
-        A timeout is ignored, because a judge may be slow at first. Other status codes are ignored, because a
-        judge may reject an empty completion.
+        A timeout is ignored, because a judge may be slow at first. Other status codes only cause a warning,
+        because a judge may reject an empty completion.
         """
         try:
-            status = asyncio.run(self._try_on(row)).status
+            status, answer, _ = asyncio.run(self._try_on(row))
         except TimeoutError:
             return
         except httpx.HTTPError as error:
             found = _reason(error)
         else:
+            found = self._refusal(status, answer)
             if status not in REFUSALS:
+                if status // 100 != 2:
+                    what = self._masked(f"{self._key}.url={self._url}")
+                    log.warning("%s did not judge an empty completion (%s)", what, found)
                 return
-            found = f"status {status}"
         sentence = (
             f"{self._key}.url={self._url} gave no answer ({found}): start the judge first, or correct url"
         )
@@ -144,7 +153,7 @@ class Judge:
                 continue
             if status // 100 == 2:
                 return self._reward(answer)
-            found = f"status {status}"
+            found = self._refusal(status, answer)
             if status not in BUSY:
                 break
         raise self._error(f"gave no answer ({found}; asked {again + 1} times)")
@@ -187,7 +196,12 @@ class Judge:
             return float(found["reward"] if isinstance(found, dict) else found)
         except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
             said = self._masked(answer.decode(errors="replace"))  # before truncation could split the key
-            raise self._error(f"answered {said[:80]!r}, which holds no reward") from None
+            raise self._error(f"answered {said[:LONGEST_QUOTE]!r}, which holds no reward") from None
+
+    def _refusal(self, status: int, answer: bytes) -> str:
+        """Return a status with the beginning of the reply, which often says why."""
+        said = " ".join(self._masked(answer.decode(errors="replace")).split())[:LONGEST_QUOTE]
+        return f"status {status}{said and f', {said!r}'}"
 
     def _error(self, what: str) -> JudgeError:
         return JudgeError(self._masked(f"{self._key}: {self._url} {what}"))

@@ -29,7 +29,7 @@ from typing import Any
 
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.core.own_code import IN_TIME, OF_A_FILE, find_function, in_words, raised_at, where_is
-from tba_hpc.core.wording import count, did_you_mean
+from tba_hpc.core.wording import did_you_mean
 from tba_hpc.tasks.judge import Judge
 from tba_hpc.tasks.program import Program
 
@@ -189,10 +189,7 @@ class Function:
         """Return the rewards of answers to one prompt."""
         found = self._call([text for _, text in answers], **self._fields(answers[0][0]))
         if isinstance(found, NO_LISTS) or not hasattr(found, "__iter__"):
-            raise NoNumberError(
-                f"{self._key} gave {reprlib.repr(found)} for {count(len(answers), 'completion')}, which is "
-                "no list of numbers"
-            )
+            raise NoNumberError(f"{self._key} gave {reprlib.repr(found)}, which is not a list of numbers")
         given = list(found)
         if len(given) != len(answers):
             raise CountError(
