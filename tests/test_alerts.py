@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tba_hpc.config import Config, parse_config
-from tba_hpc.report.alerts import EARLY_STEPS, Alert, View, alerts, line, sinking_answers
+from tba_hpc.report.alerts import EARLY_STEPS, Alert, View, alerts, line, sinking_answers, waiting_trainer
 from tba_hpc.report.curves import Curve, Trends
 from tba_hpc.report.digest import SearcherDigest
 from tba_hpc.run.evaluations import Evaluation
@@ -42,6 +42,7 @@ HEALTHY: Values = {
     "train/engine_gap": lambda step: 2e-5 if step == 1 else None,
     "train/wait_share": lambda step: 0.02,
     "train/skipped_steps": lambda step: 0,
+    "time/step_seconds": lambda step: 1.5,
     "train/beta": lambda step: 0.1,
     "search/reward": solving,
     "search/kl": lambda step: 1.2 * min(1.0, step / 40),
@@ -66,8 +67,8 @@ def trends_of(values: Values, *, searchers: int = 2) -> Trends:
     trends.take({"time": 0.0, "event": "started", "step": 0})
     for step in range(STEPS + 1):
         at = {name: value for name, of in values.items() if (value := of(step)) is not None}
-        trainer = {name: value for name, value in at.items() if name.startswith("train/")}
         fresh = {name: value for name, value in at.items() if name.startswith("search/")}
+        trainer = {name: value for name, value in at.items() if name not in fresh}
         if step:
             trends.take({"time": float(step), "step": step, **trainer})
         for searcher in range(searchers):
@@ -186,6 +187,9 @@ WRONG: dict[str, Case] = {
     "Effective sample size 2 % of a batch since step 40: .* Bound exchange.max_staleness": case(
         {"train/ess": after(40, 0.02, 0.9)}, train={"objective": "grpo"}
     ),
+    "Data were 40 steps old on average, in 80 steps: .* Set exchange.max_staleness, such as 20": case(
+        {"staleness/mean": lambda step: step - 1.0}
+    ),
     "differ by 0.03 nats per token, from 0.004 at first, since step 60: .* model.dtype to float32": case(
         {"search/engine_gap": after(60, 0.03, 0.004)}
     ),
@@ -244,6 +248,9 @@ def test_what_goes_wrong_is_said_in_one_sentence_first(words: str, wrong: Case) 
         case({"search/reward_share": always(0.5)}),
         case({"search/kl": always(6.0)}, train={"reference": "behaviour"}, task={"name": "math"}),
         case({"search/rejected": lambda step: step // 4}),  # 40 of 16,000
+        case({"staleness/mean": lambda step: step / 2}),  # drawn evenly from a growing buffer
+        case({"staleness/mean": lambda step: step - 1.0}, exchange={"max_staleness": 100}),
+        case({"staleness/mean": lambda step: abs(step - 40.0)}),  # a replay of all at once
         case({"train/better_log_weight": always(-4.0)}, SOLVED),
         case({}, evaluated({10: 0.9, 20: 0.82, 40: 0.93})),  # a sag
         case({"train/flat_groups": always(0.95)}, SOLVED),
@@ -253,6 +260,33 @@ def test_what_goes_wrong_is_said_in_one_sentence_first(words: str, wrong: Case) 
 def test_what_is_meant_so_raises_no_alert(meant: Case) -> None:
     changes, scores, sections = meant
     assert alerted(changes, scores, **sections) == []
+
+
+def test_the_first_wait_of_an_attempt_is_not_judged_before_a_minute_and_20_steps() -> None:
+    """A resume begins with a wait for new shards, which is most of its first seconds."""
+    trends, settings = Trends(), config()
+
+    def alerted_at(steps: range, seconds: float) -> list[int]:
+        found = []
+        for step in steps:
+            trends.take({"step": step, "train/wait_share": 0.7, "time/step_seconds": seconds})
+            found += [step] * bool(waiting_trainer(View(trends, settings, [])))
+        return found
+
+    trends.take({"event": "started", "step": 0})
+    assert alerted_at(range(1, 81), 2.0) == [*range(30, 81)]
+    trends.take({"event": "resumed", "step": 50})
+    assert alerted_at(range(51, 120), 0.5) == []  # 35 s
+    trends.take({"event": "resumed", "step": 100})
+    assert alerted_at(range(101, 125), 9.0) == [*range(120, 125)]
+
+
+def test_a_handful_of_equal_groups_before_training_is_no_alert() -> None:
+    trends, settings = Trends(), config(task={"name": "jsonl"})
+    equal = {"search/version": 0, "search/trajectories": 20, "search/reward": 0.0, "search/flat_groups": 1.0}
+    for records in range(1, 12):
+        trends.take_search(equal)
+        assert bool(alerts(trends, settings, [])) == (records >= 10)
 
 
 def test_a_reward_that_never_changed_is_looked_at_before_the_prompts() -> None:

@@ -252,11 +252,11 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
                 ".inf",
             )
         ),
-        ("train.beta=0.0", "train.beta=0.0 must be above 0: raise it, or use train.objective=dr_grpo, which"),
+        ("train.beta=0.0", "train.beta=0.0 must be above 0: raise it, or use train.objective=grpo, which"),
         ("train.target_temperature=-1", "train.target_temperature=-1 must be above 0: leave it out"),
         (
-            "train={objective: grpo, beta: 0}",
-            "train.beta=0 must be above 0: raise it, or use train.objective=dr_grpo, which has no KL term",
+            "train={objective: grpo, beta: -0.1}",
+            "train.beta=-0.1 must be above 0: 0 leaves out the KL term",
         ),
         (
             "train={beta: 0.0, objective: gspo}",
@@ -326,6 +326,7 @@ KNOWN = {
     "policy_gradient": {"rloo", "grpo", "dr_grpo", "decoupled_ppo", "gspo", "topr"},
     "tapered": {"trajectory_balance", "tba_prime"},
     "takes_bound": {"trajectory_balance", "tba_prime", "oapl", "rloo", OWN},
+    "kl_optional": {"rloo", "grpo"},
     "weighs_kl": {"trajectory_balance", "tba_prime", "oapl", "rloo", "grpo", OWN},
 }
 """Properties of the published objectives, from their papers; others may have them, too."""
@@ -441,6 +442,11 @@ def test_settings_that_contradict_each_other_are_refused(overrides: tuple[str, .
             {"train.reference.name": "behaviour", "train.value_beta": 0.3, "train.ratio_bound.name": "none"},
         ),
         (("train.objective={name: oapl, value_beta: 2}",), {"train.value_beta": 2}),
+        (
+            ("train.objective=grpo", "train.beta=0", "train.reference=behaviour"),
+            {"train.beta": ((0, 0.0),), "train.searcher_has_reference": False},
+        ),
+        (("train.objective=rloo", "train.beta={0: 0.1, 9: 0}"), {"train.beta": ((0, 0.1), (9, 0.0))}),
         (("train.reference.scored_by=trainer",), {"train.trainer_has_reference": True}),
         (("train.learning_rate=1e-4",), {"train.learning_rate": LearningRate(peak=1e-4)}),
     ],

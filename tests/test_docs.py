@@ -122,8 +122,11 @@ def test_keys_that_the_documents_name_are_there() -> None:
 
 def test_the_script_that_is_carried_over_is_a_config_without_bias() -> None:
     page = (REPOSITORY / "docs/coming-from.md").read_text()
-    config = parse_config(yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0]))
+    script = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
+    config = parse_config(script)
     assert config.train.objective.name == "grpo"
+    without_kl = parse_config(script, ["train.beta=0", "train.reference=behaviour"])  # as the page says
+    assert not without_kl.train.reference.scored
     assert config.buffer.duplicates.name == "none" and not config.buffer.chooses_by_reward
 
 

@@ -7,18 +7,20 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tba_hpc.checks import machine, slurm_checks, trial
-from tba_hpc.checks.config_checks import check_resources
+from tba_hpc.checks.config_checks import check_hub, check_resources
 from tba_hpc.checks.facts import Check, Facts, Finding, SlurmFacts, judge, ok
 from tba_hpc.checks.library import Library
-from tba_hpc.checks.lists import LOGIN_NODE
+from tba_hpc.checks.lists import LOGIN_NODE, RUN, START
 from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Container, Site, plan
@@ -774,6 +776,46 @@ def test_the_doctor_where_little_is_as_usual(tmp_path: Path) -> None:
     assert "? apt-get" in done.stdout  # an arrow elsewhere
     assert "Open MPI" in done.stdout and "is not Open MPI's" not in done.stdout  # it needs a home to say so
     assert "could not be checked (FileNotFoundError" in done.stdout  # the run root, in no folder
+
+
+def test_a_model_that_neither_the_cache_nor_the_hub_has_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    """The hub is asked once, and only for a name that is not in the cache."""
+    asked: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_response(200 if "/there/" in self.path else 404)
+            self.send_header("ETag", "1")
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    def facts(name: str, **variables: str) -> Facts:
+        environment = {"HF_HOME": str(tmp_path), **variables}
+        return Facts(config=parse_config({"model": {"path": name}}), environment=environment)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        here = f"http://127.0.0.1:{server.server_port}"
+        assert not list(check_hub(facts("org/there", HF_ENDPOINT=here)))
+        words = ("model.path=org/gone is not in", "the hub did not give its config.json (", "check the name")
+        _says(check_hub(facts("org/gone", HF_ENDPOINT=here)), "problem", *words)
+        server.shutdown()
+    assert asked == ["/org/there/resolve/main/config.json", "/org/gone/resolve/main/config.json"]
+    _says(check_hub(facts("org/there", HF_ENDPOINT=here)), "problem", "ConnectError")
+    offline = facts("org/there", HF_HUB_OFFLINE="1")
+    _says(check_hub(offline), "problem", "and HF_HUB_OFFLINE=1 forbids a download: check the name")
+    kept = tmp_path / "hub/models--org--there"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs/main").write_text("1")
+    (kept / "snapshots/1").mkdir(parents=True)
+    (kept / "snapshots/1/config.json").write_text("{}")
+    assert not list(check_hub(offline)) and not list(check_hub(facts("my_models:Mine")))
+    assert check_hub in START and check_hub not in RUN  # a dry run needs no network
 
 
 def test_models_and_data_that_jobs_would_not_find_are_a_problem(tmp_path: Path) -> None:

@@ -251,6 +251,17 @@ def test_every_objective_agrees_with_its_formula(
     )
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if SECTIONS[name].kl_optional])
+def test_a_beta_of_0_leaves_out_the_kl_wherever_the_reference_is(name: str) -> None:
+    """The same loss and gradient as by the formula, whether π_ref is the sampler or far away."""
+    groups, exact = random_groups(5, 4), random_groups(5, 4)
+    groups.reference_BKL[:] = -1e4 * groups.mask_BKL
+    wanted = by_loops(train_of(name), replace(exact, reference_BKL=exact.behaviour_BKL), beta=0.0)
+    (slope,) = torch.autograd.grad(wanted, exact.policy_BKL)
+    torch.testing.assert_close(objective_of(name)(groups, 0.0).loss, wanted)
+    torch.testing.assert_close(gradient(objective_of(name), groups, 0.0), slope)
+
+
 @pytest.mark.parametrize(
     ("name", "bound", "normaliser"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -521,6 +522,50 @@ def test_a_function_that_gives_no_number_is_named_before_the_start(
         "last raised IndexError: string index out of range (own_rewards.py:8 in last) on empt" in caplog.text
     )
     assert "on empty completions: if it raises during the run" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("None", "None"),
+        ("0.5", "0.5"),
+        ("'110'", "'110'"),
+        ("{0: 1.0, 1: 0.0, 2: 0.0, 3: 1.0, 4: 1.0}", "{0: 1.0, 1: 0.0, 2: 0.0, 3: 1.0, ...}"),
+        ("{0.5}", "{0.5}"),
+    ],
+)
+def test_an_answer_that_is_no_list_is_refused_before_the_start_and_costs_its_group(
+    own: Path, caplog: pytest.LogCaptureFixture, answer: str, said: str
+) -> None:
+    """It is not taken for an error of the function, nor are an object's keys taken for rewards."""
+    (own / "lists.py").write_text(f"def f(completions): return {answer}\n")
+    sys.modules.pop("lists", None)
+    task = make(own, "lists:f")
+    sentence = rf"lists:f gave {re.escape(said)}, which is not a list of numbers: give a number"
+    with pytest.raises(ConfigError, match=sentence):
+        task.try_rewards()
+    assert not caplog.messages
+    with pytest.raises(TypeError, match="which is not a list of numbers"):
+        task.rewards(task.prompts("train")[0], [completion("a"), completion("b")])
+
+
+def test_a_generator_or_an_array_is_a_list_and_an_error_within_is_the_functions(
+    own: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (own / "lists.py").write_text(
+        "import numpy\n"
+        "def drip(completions): yield from (float(len(one)) for one in completions)\n"
+        "def array(completions): return numpy.array([len(one) for one in completions])\n"
+        "def broken(completions): return [len(None) for _ in completions]\n"
+    )
+    sys.modules.pop("lists", None)
+    for name in ("drip", "array"):
+        task = make(own, f"lists:{name}")
+        task.try_rewards()
+        assert task.rewards(task.prompts("train")[0], [completion("a"), completion("bc")]) == [1.0, 2.0]
+    assert not caplog.messages
+    make(own, "lists:broken").try_rewards()
+    assert "broken raised TypeError: object of type 'NoneType' has no len() (lists.py:4" in caplog.text
 
 
 def test_a_function_written_for_trl_is_named_before_the_start(

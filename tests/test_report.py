@@ -19,7 +19,7 @@ from tba_hpc.report import page, plots
 from tba_hpc.report.data import RunData
 from tba_hpc.report.digest import keep_digest
 from tba_hpc.report.run_state import RunMonitor
-from tba_hpc.report.status import cells
+from tba_hpc.report.status import cells, print_status
 from tba_hpc.report.summary import print_summary, summarise, summary_of, write_summary
 from tba_hpc.report.tables import print_rows
 from tba_hpc.run.directory import RunDir
@@ -315,8 +315,26 @@ def test_perplexities_under_different_references_are_not_put_side_by_side(
     (drawn,) = [plot.svg for plot in plots.plots(RunData.read(run)) if plot.title == "Score and distance"]
     assert "perplexity of the answers under the policy of step 8" in drawn
     print_summary(run, summary)
-    assert re.search(r"perplexity under the +policy of step 8", capsys.readouterr().out)
+    assert re.search(r"reference of the perplexity +policy of step 8", capsys.readouterr().out)
     assert set(re.findall(r"<text[^>]*>step (\d+)</text>", drawn)) == {"9", "10"}
+
+
+def test_a_score_of_an_earlier_step_is_named_as_that(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """A finished run that was extended and then stopped; once it finishes again the step is left out."""
+    write(run.metrics_file("trainer"), [step(s, 5.0 + s) for s in range(1, 9)])
+    evaluate(run, "test", 0, (10, 15))
+    evaluate(run, "test", 5, (20, 25))
+    print_summary(run, summarise(run))
+    assert re.search(r"pass@1 after +45\.0 % .*, at step 5\b", capsys.readouterr().out)
+    assert "pass@1 before → after step 5<" in written(run)
+    print_status(run, lambda _: [])
+    assert "25.0 % → 45.0 % (step 5)" in capsys.readouterr().out
+    write(run.metrics_file("trainer"), [step(s, 5.0 + s) for s in (9, 10)])
+    evaluate(run, "test", 10, (20, 30))
+    print_summary(run, summarise(run))
+    print_status(run, lambda _: [])
+    assert "at step" not in (said := capsys.readouterr().out) and "25.0 % → 50.0 %" in said
+    assert "(step" not in said and "pass@1 before → after<" in written(run)
 
 
 def test_graded_rewards_lead_with_their_mean(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

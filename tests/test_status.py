@@ -532,6 +532,25 @@ def test_without_a_terminal_the_display_is_plain_lines(run: RunDir) -> None:
     )
 
 
+def test_that_a_run_has_finished_is_printed_once_though_its_ranks_take_their_time(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tba_hpc.report.status.REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr("tba_hpc.report.status.LINE_SECONDS", 0.0)
+    happen(run, time.time(), "start", attempt="attempt-001", trainers=1, searchers=2)
+    write(run.metrics_file("trainer"), [step(10, time.time())])
+    out = io.StringIO()
+    with LiveDisplay(run, console=Console(file=out, width=60)) as display:
+        display.refresh()
+        run.mark_finished()
+        for _ in range(3):
+            display.refresh()
+    assert [line.split("] ")[1].split(" · ")[0] for line in out.getvalue().splitlines()] == [
+        "training",
+        "finished at step 10, waiting for its ranks to end",
+    ]
+
+
 def test_on_a_terminal_the_display_is_redrawn_and_leaves_one_line(run: RunDir) -> None:
     happen(run, time.time(), "start", attempt="attempt-001", trainers=1, searchers=2)
     out = io.StringIO()

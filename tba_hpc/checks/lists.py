@@ -39,6 +39,9 @@ RUN = (
     config_checks.check_unused,
     config_checks.check_task,
 )
+"""Checks of ``tba run``, besides FILES; a dry run makes no others."""
+
+START = (config_checks.check_hub, *RUN)
 """Checks before ``tba run`` starts ranks, besides FILES."""
 
 SUBMIT = (

@@ -314,11 +314,13 @@ def _schedule(value: Any, info: ValidationInfo) -> tuple[tuple[int, float], ...]
         points = tuple((int(step), float(number)) for step, number in pairs)
     except (TypeError, ValueError):
         points = ()
-    if isinstance(value, int | float) and value <= 0:
-        remedy = _without_kl(info) if info.field_name == "beta" else "leave it out"
+    objective = info.data.get("objective", TrajectoryBalance())
+    least = 0.0 if info.field_name == "beta" and objective.kl_optional else math.ulp(0.0)
+    if isinstance(value, int | float) and value < least:
+        remedy = _without_kl(objective) if info.field_name == "beta" else "leave it out"
         raise ValueError(f"train.{info.field_name}={value} must be above 0: {remedy}")
     steps = [step for step, _ in points]
-    if steps[:1] != [0] or steps != sorted(set(steps)) or not all(0 < it < math.inf for _, it in points):
+    if steps[:1] != [0] or steps != sorted(set(steps)) or not all(least <= it < math.inf for _, it in points):
         raise ValueError(
             f"train.{info.field_name}={value} is not a schedule: leave it out, or set it to a number above "
             "0, or to numbers by step from 0 on, such as {0: 1.0, 128: 0.05}"
@@ -326,12 +328,13 @@ def _schedule(value: Any, info: ValidationInfo) -> tuple[tuple[int, float], ...]
     return points
 
 
-def _without_kl(info: ValidationInfo) -> str:
+def _without_kl(objective: ObjectiveChoice) -> str:
     """Return the remedy for a train.beta of 0, by which other systems switch the KL term off."""
-    objective = info.data.get("objective", TrajectoryBalance())
+    if objective.kl_optional:
+        return "0 leaves out the KL term"
     if not objective.weighs_kl:
         return f"leave it out, since train.objective={objective.name} has no KL term"
-    return "raise it, or use train.objective=dr_grpo, which has no KL term (as TRL with beta: 0.0)"
+    return "raise it, or use train.objective=grpo, which has no KL term then (as TRL with beta: 0.0)"
 
 
 def _shortest(points: tuple[tuple[int, float], ...]) -> float | list[list[float]]:
@@ -343,7 +346,8 @@ Schedule = Annotated[
     BeforeValidator(_schedule),
     PlainSerializer(_shortest, Any, when_used="always"),
 ]
-"""A positive number as a function of the step: pairs (step, value), linear between them, then constant."""
+"""A number as a function of the step: pairs (step, value), linear between them, then constant. It is above 0;
+only train.beta may be 0, with an objective that is ``kl_optional``."""
 
 
 class TrainSection(Section):
@@ -383,7 +387,8 @@ class TrainSection(Section):
     """Learning-rate schedule; a number is a constant rate."""
     beta: Schedule = Field(0.1, validate_default=True)
     """β of the target policy π* ∝ π_ref·exp(r/β): a number, or a schedule of values by step such as
-    {0: 1.0, 128: 0.05}, linear between them and constant after the last."""
+    {0: 1.0, 128: 0.05}, linear between them and constant after the last. With grpo and rloo it weighs a KL
+    term, which 0 leaves out; then set reference to behaviour, so that no model of the reference is loaded."""
     target_temperature: Schedule = Field(1.0, validate_default=True)
     """T in the target policy π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T), where γ is reference_temperature and β is
     beta. A higher T makes π* flatter. A number or a schedule, as for beta."""

@@ -54,7 +54,8 @@ class ObjectiveSection(Section):
     own_samples: whether completions must be samples of the policy whose log-probabilities are recorded.
     takes_bound: whether train.ratio_bound may be set, because the loss itself does not limit stale data.
     tapered: whether train.ratio_bound is taper by default. weighs_kl: whether the loss has a KL term to the
-    reference. normaliser: train.loss_normaliser of the loss as published.
+    reference. kl_optional: whether β only weighs that term, so that 0 leaves it out. normaliser:
+    train.loss_normaliser of the loss as published.
     """
 
     policy_gradient: ClassVar[bool] = False
@@ -62,6 +63,7 @@ class ObjectiveSection(Section):
     takes_bound: ClassVar[bool] = True
     tapered: ClassVar[bool] = False
     weighs_kl: ClassVar[bool] = True
+    kl_optional: ClassVar[bool] = False
     normaliser: ClassVar[LossNormaliser] = "sum"
 
 
@@ -105,6 +107,7 @@ class Shifted(PolicyGradient):
 
 
 class Rloo(Shifted):
+    kl_optional = True
     name: Literal["rloo"] = "rloo"
     """REINFORCE with a leave-one-out baseline."""
 
@@ -121,6 +124,7 @@ class ClippedTokens(PolicyGradient):
 
 
 class Grpo(ClippedTokens):
+    kl_optional = True
     normaliser = "completion_tokens"
     name: Literal["grpo"] = "grpo"
     """Group-relative policy optimisation: a clipped surrogate and a KL penalty per token."""

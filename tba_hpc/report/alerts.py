@@ -29,7 +29,15 @@ SMOOTH = 3
 """Number of neighbouring points averaged to find a peak or a trough of the reward."""
 
 EARLY_STEPS = 20
-"""Number of steps over which ``sinking_answers``, an early sign of a collapse, averages."""
+"""Number of steps over which ``sinking_answers`` averages, and that some alerts wait for."""
+
+FEW_COMPLETIONS = 200
+"""Number of completions below which equal rewards may be chance. If one in ten is right, 200 contain a right
+one."""
+
+WAIT_SECONDS = 60.0
+"""Time for which an attempt must have trained before the trainer's waits are judged, s. Each attempt begins
+with a wait."""
 
 HUGE = 1e6
 """Absolute mean reward above which rewards explain why a loss or gradient norm is not finite."""
@@ -192,8 +200,7 @@ def wrong_reference(view: View) -> Alert | None:
 def constant_reward(view: View) -> Alert | None:
     """Alert if every completion has had the same reward."""
     count, values = view.trends.trajectories, view.values("search/reward")
-    # If one completion in ten were right, 200 would contain a right one.
-    if count < 200 or not view.always_equal:
+    if count < FEW_COMPLETIONS or not view.always_equal:
         return None
     truncated = view.trends.latest("search/truncated_share")
     cut = f", {_share(truncated)} of them cut off at generator.max_tokens" if truncated else ""
@@ -426,6 +433,27 @@ def few_effective(view: View) -> Alert | None:
     )
 
 
+def first_samples(view: View) -> Alert | None:
+    """Alert if most of what an unbounded run has learned from was sampled near its beginning.
+
+    If all data were the initial model's, their mean age would be half of the steps. Data drawn evenly from
+    all that was ever sampled would have half of that age, and the alert begins in between.
+    """
+    trends, ages = view.trends, view.values("staleness/mean")
+    age = trends.curves["staleness/mean"].mean
+    if age is None or trends.steps < EARLY_STEPS or view.config.exchange.max_staleness is not None:
+        return None
+    if age <= 0.35 * trends.steps or ages[0] > age:  # ages fall in a replay of all shards at once
+        return None
+    return _alert(
+        f"data were {_few(age)} steps old on average, in {trends.steps} steps",
+        key="exchange.max_staleness",
+        why="steps were faster than completions, so most of what they learned from was sampled by the first "
+        "weights",
+        remedy="set exchange.max_staleness, such as 20, so that the trainer waits for newer completions",
+    )
+
+
 def engine_gap(view: View) -> Alert | None:
     """Alert if engine and learner compute different log-probabilities with the same weights.
 
@@ -480,6 +508,8 @@ def flat_groups(view: View) -> Alert | None:
     wrong = view.wrong_since(name, lambda value: value > 0.8)
     if wrong is None or view.solved or constant_reward(view):  # a constant reward explains it
         return None
+    if view.trends.steps < EARLY_STEPS and view.trends.trajectories < FEW_COMPLETIONS:
+        return None
     found = f"{_share(wrong[0])} of the groups have one reward for all completions"
     if view.always_equal:
         return _alert(
@@ -521,6 +551,8 @@ def waiting_trainer(view: View) -> Alert | None:
     """Alert if the trainer has waited for data for more than half of its time."""
     share = view.values("train/wait_share")[-1:]
     if not share or share[0] <= 0.5 or view.synchronous or slow_reward(view):  # a slow reward explains it
+        return None
+    if view.trends.steps - view.trends.begun < EARLY_STEPS or view.trends.attempt_seconds < WAIT_SECONDS:
         return None
     return _alert(
         f"trainer has waited {_share(share[0])} of its time",
@@ -564,7 +596,8 @@ def idle_searchers(view: View) -> Alert | None:
 
 RULES = (
     *(skipped_steps, wrong_reference, constant_reward, rejected_rewards, nan_groups, unjudged_answers),
-    *(falling, sinking_answers, distant_policy, collapsed_entropy, few_effective, engine_gap, biased_samples),
+    *(falling, sinking_answers, distant_policy, collapsed_entropy, few_effective, first_samples),
+    *(engine_gap, biased_samples),
     *(flat_groups, truncated, waiting_trainer, slow_reward, idle_searchers),
 )
 """All rules, in the order of their alerts: the worst first."""

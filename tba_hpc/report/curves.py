@@ -147,16 +147,18 @@ class Trends:
     """Curves of a run by name of the metric, and counts over all of its attempts.
 
     rewarded: train/better_log_weight of the newest steps. first_log_ratio: train/log_ratio of the first step;
-    None before this step, or if the reference's power is not 1 there. steps: optimizer steps done. last_skip:
-    the last skipped step, None if there is none. trajectories: completions that searchers scored. rejected:
-    trajectories set aside, since they have no usable reward. nan_groups: groups sampled again, since a
-    log-probability was NaN. graded: whether some reward was neither 0 nor 1. skips: counter of skipped steps.
+    None before this step, or if the reference's power is not 1 there. steps: optimizer steps done. begun: steps
+    that were done when the present attempt began. last_skip: the last skipped step, None if there is none.
+    trajectories: completions that searchers scored. rejected: trajectories set aside, since they have no usable
+    reward. nan_groups: groups sampled again, since a log-probability was NaN. graded: whether some reward was
+    neither 0 nor 1. skips: counter of skipped steps.
     """
 
     curves: dict[str, Curve] = field(default_factory=_curves)
     rewarded: list[Point] = field(default_factory=list)
     first_log_ratio: float | None = None
     steps: int = 0
+    begun: int = 0
     last_skip: int | None = None
     trajectories: int = 0
     rejected: int = 0
@@ -182,7 +184,7 @@ class Trends:
             self._follow(name, record, step, 1.0)
 
     def _go_back(self, step: int) -> None:
-        self.steps = min(self.steps, step)
+        self.steps = self.begun = min(self.steps, step)
         self.rewarded = [point for point in self.rewarded if point.step <= step]
         for name in STEP_CURVES:
             self.curves[name].cut(step)
@@ -216,6 +218,12 @@ class Trends:
     def skipped(self) -> int:
         """Number of skipped optimizer steps in all attempts."""
         return self.skips.total
+
+    @property
+    def attempt_seconds(self) -> float:
+        """Wall time of the present attempt's steps, in seconds."""
+        points = self.curves["time/step_seconds"].points
+        return sum(point.value * point.weight for point in points if point.step >= self.begun)
 
     def trend(self, name: str) -> list[Point]:
         """Return at most TREND_POINTS points of a metric, ordered by step."""

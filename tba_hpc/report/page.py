@@ -161,6 +161,7 @@ def _rounded(tokens: int) -> str:
 
 def _score_tile(data: RunData, summary: Summary) -> Tile:
     before, after, gain, verdict = summary.score_before, summary.score_after, "", ""
+    at = f" step {summary.evaluated_step}" if summary.is_ahead else ""
     if before and after:
         by = round(after.value - before.value, 3)
         gain = f"{by:+.3f}" if data.graded else f"{100 * by:+.1f} points"
@@ -170,7 +171,7 @@ def _score_tile(data: RunData, summary: Summary) -> Tile:
         gain = "; ".join(filter(None, [gain, f"{RIGHT_AND_ENDED}: {ended}"]))
     greedy = f"greedy, {summary.test_prompts or 0:,} held-out prompts"
     return Tile(
-        f"{summary.score_name} before → after",
+        f"{summary.score_name} before → after{at}",
         data.show(before.value) if before else NOTHING,
         greedy if before else "not measured",
         then=data.show(after.value) if after else "",

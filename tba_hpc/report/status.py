@@ -59,7 +59,8 @@ def cells(monitor: RunMonitor) -> dict[str, str]:
     validation, test = monitor.evaluated("validation"), monitor.evaluated("test")
     return {
         monitor.score_name: _scores(monitor, validation[-1:]),
-        "test" if test[1:] else "test before": _scores(monitor, test[:1] + test[1:][-1:]),
+        "test" if test[1:] else "test before": _scores(monitor, test[:1] + test[1:][-1:])
+        + (f" (step {test[-1].step})" if test[1:] and test[-1].step != monitor.step else ""),
         **_right_and_ended([*test[:1], *validation, *test[1:]][-1:]),
         "perplexity": _perplexity(monitor.config, [*test[:1], *validation, *test[1:]]),
         "reward": _show(trends.latest("search/reward"), "{:.3f}"),
@@ -68,7 +69,7 @@ def cells(monitor: RunMonitor) -> dict[str, str]:
         "loss": _show(number(latest, "train/loss"), "{:.4f}"),
         "staleness": _show(number(latest, "staleness/mean"), "{:.1f}"),
         "trainer wait": _show(number(latest, "train/wait_share"), "{:.1%}"),
-        "ETTR": _show(monitor.ettr, "{:.1%}, waits included"),
+        "ETTR": _show(monitor.ettr, "{:.1%} of the time, waits included"),
         "buffer": _show(number(latest, "buffer/size"), "{:,.0f}"),
         "tokens/s": _rates(monitor.rates),
     }
@@ -256,14 +257,17 @@ class LiveDisplay:
         self.note(plain_line(self._monitor))
 
     def refresh(self) -> None:
-        """Read what is new and show it; do nothing within REFRESH_SECONDS of the last reading."""
+        """Read what is new and show it; do nothing within REFRESH_SECONDS of the last reading.
+
+        Without a terminal, the line of a run that is over is left to ``__exit__``, which prints it once.
+        """
         if time.monotonic() - self._looked < REFRESH_SECONDS:
             return
         self._looked = time.monotonic()
         self._look()
         if self._live:
             self._live.update(panel(self._monitor), refresh=True)
-        elif time.monotonic() - self._printed >= LINE_SECONDS:
+        elif not run_state(self._monitor).over and time.monotonic() - self._printed >= LINE_SECONDS:
             self._printed = time.monotonic()
             self.note(plain_line(self._monitor))
 

@@ -90,6 +90,11 @@ class Summary:
     rejected: int
     alerts: list[str]
 
+    @property
+    def is_ahead(self) -> bool:
+        """True if steps were done after the last evaluation of the test split."""
+        return self.score_after is not None and self.evaluated_step != self.steps
+
 
 def summarise(run: RunDir) -> Summary:
     """Summarise a run from its files."""
@@ -173,10 +178,11 @@ def write_summary(run: RunDir, summary: Summary) -> None:
 
 def summary_rows(summary: Summary) -> dict[str, Cell]:
     """Return the headline figures of a run by title, for ``print_summary`` and ``tba compare``."""
-    figures = summary.figures
+    figures, name = summary.figures, summary.score_name
+    after = score_words(summary, summary.score_after, summary.unjudged_after)
     return {
-        f"{summary.score_name} before": score_words(summary, summary.score_before, summary.unjudged_before),
-        f"{summary.score_name} after": score_words(summary, summary.score_after, summary.unjudged_after),
+        f"{name} before": score_words(summary, summary.score_before, summary.unjudged_before),
+        f"{name} after": f"{after}, at step {summary.evaluated_step}" if summary.is_ahead else after,
         "held-out prompts": summary.test_prompts,
         "perplexity before": summary.perplexity_before,
         "perplexity after": summary.perplexity_after,
@@ -184,10 +190,10 @@ def summary_rows(summary: Summary) -> dict[str, Cell]:
         "KL": figures["search/kl"],
         "entropy": figures["search/entropy"],
         "tokens per completion": figures["search/length"],
-        "staleness": summary.staleness,
+        "mean staleness": summary.staleness,
         "optimizer steps": summary.steps,
         "training time": duration(summary.train_seconds),
-        "ETTR": None if summary.ettr is None else f"{percent(summary.ettr)}, waits included",
+        "ETTR": None if summary.ettr is None else f"{percent(summary.ettr)} of the time, waits included",
         "trainer wait": None if summary.trainer_wait_share is None else percent(summary.trainer_wait_share),
         "trajectories": summary.trajectories,
         "tokens": summary.tokens,
@@ -220,11 +226,10 @@ def print_summary(run: RunDir, summary: Summary, *, as_json: bool = False) -> No
 
 def _optional_rows(summary: Summary) -> dict[str, Cell]:
     """Return figures by title that only some runs have."""
-    under, step = summary.perplexity_reference, summary.evaluated_step
+    under = summary.perplexity_reference
     optional: dict[str, Cell] = {
         RIGHT_AND_ENDED: right_and_ended(summary),
-        "perplexity under the": None if under is None else policy_name(under),
-        "evaluated at step": step if summary.score_after and step != summary.steps else None,
+        "reference of the perplexity": None if under is None else policy_name(under),
         "turns per completion": turns if (turns := summary.figures["search/turns"] or 1) > 1 else None,
         "failed tool calls": None
         if (failed := summary.figures["search/failed_calls"]) is None

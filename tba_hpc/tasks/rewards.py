@@ -44,6 +44,9 @@ TRIAL_COMPLETIONS = 8
 SEQUENCES = (str, list)
 """Types of fields that a function can mistake for a list with an item per completion."""
 
+NO_LISTS = (str, bytes, Mapping, Set)
+"""Types of answers that can be iterated, but not as a list with a number per completion."""
+
 ONE_ROW = (
     "the argument completions is a list of texts, and any other argument is the row's one value, not a list "
     "with one for each"
@@ -185,7 +188,7 @@ class Function:
     def _rewards(self, answers: Sequence[Answer]) -> list[float]:
         """Return the rewards of answers to one prompt."""
         found = self._call([text for _, text in answers], **self._fields(answers[0][0]))
-        if isinstance(found, Mapping | Set):  # iterating gives its keys, or no order
+        if isinstance(found, NO_LISTS) or not hasattr(found, "__iter__"):
             raise NoNumberError(f"{self._key} gave {reprlib.repr(found)}, which is not a list of numbers")
         given = list(found)
         if len(given) != len(answers):
