@@ -147,11 +147,11 @@ class Trends:
     """Curves of a run by name of the metric, and counts over all of its attempts.
 
     rewarded: train/better_log_weight of the newest steps. first_log_ratio: train/log_ratio of the first step;
-    None before this step, or if the reference's power is not 1 there. steps: optimizer steps done. begun: steps
-    that were done when the present attempt began. last_skip: the last skipped step, None if there is none.
-    trajectories: completions that searchers scored. rejected: trajectories set aside, since they have no usable
-    reward. nan_groups: groups sampled again, since a log-probability was NaN. graded: whether some reward was
-    neither 0 nor 1. skips: counter of skipped steps.
+    None before this step, or if the reference's power is not 1 there. steps: optimizer steps done. begun:
+    steps that were done when the present attempt began. last_skip: the last skipped step, None if there is
+    none. trajectories: completions that searchers scored. rejected: trajectories set aside, since they have
+    no usable reward. nan_groups: groups sampled again, since a log-probability was NaN. graded: whether some
+    reward was neither 0 nor 1. skips: counter of skipped steps.
     """
 
     curves: dict[str, Curve] = field(default_factory=_curves)

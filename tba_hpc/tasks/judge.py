@@ -106,8 +106,8 @@ class Judge:
     def try_on(self, row: Mapping[str, object]) -> None:
         """Ask about an empty completion. Raises ConfigError if the judge is unreachable or refuses access.
 
-        A timeout is ignored, because a judge may be slow at first. A status code outside REFUSALS only causes a
-        warning, because a judge may reject an empty completion.
+        A timeout is ignored, because a judge may be slow at first. A status code outside REFUSALS only causes
+        a warning, because a judge may reject an empty completion.
         """
         try:
             status, answer, _ = asyncio.run(self._try_on(row))
