@@ -73,6 +73,14 @@ def test_the_file_is_followed_where_transformers_misreads_it(
     ] * misread
 
 
+def test_a_tokenizer_of_a_few_words_is_loaded(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"<eos>": 0, "up": 1, "down": 2}))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert load_tokenizer(str(tmp_path)).encode("up down up").tolist() == [1, 2, 1]
+
+
 def test_a_chat_template_ends_where_the_answer_begins(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(128)
     tokenizer.chat_template = "{% for m in messages %}U:{{ m.content }}\n{% endfor %}A:"

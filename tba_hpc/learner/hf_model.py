@@ -162,7 +162,10 @@ def _is_misread(tokenizer: TransformersTokenizer, path: str) -> bool:
     own = FileTokenizer.find(path)
     if own is None:
         return False
-    tokens = own.encode_rendered(SAMPLE)
+    try:
+        tokens = own.encode_rendered(SAMPLE)
+    except Exception:  # tokenizers raises no other kind if it lacks a word
+        return False
     text = tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
     return tokenizer.encode(SAMPLE, add_special_tokens=False) != tokens.tolist() or text != own.decode(tokens)
 
