@@ -722,12 +722,18 @@ def test_check_of_a_node(tmp_path: Path, smi: str, mark: str) -> None:
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\n{smi}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     facts = {"RUN": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURMD_NODENAME": "n1"}
-    assert _bash(f'source {SOURCED}; bash -c "$CHECK" "$RUN"', **facts) == f"{mark}n1\n"
+    assert _bash(f'source {SOURCED}; bash -c "$CHECK" "$RUN" | checked', **facts) == f"{mark}n1\n"
 
 
-def test_only_answers_of_hosts_count_whatever_else_a_site_prints() -> None:
-    said = "!!! Your home is at 98 % !!! n1 loaded\n?n3 restored !n2 n10"
-    assert _bash(f"source {SOURCED}; of_hosts {quote(said)} n1 n2 n3").split() == ["n1", "?n3", "!n2"]
+def test_what_the_shells_of_a_site_print_is_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "greeting").write_text("echo '!!! home at 98 %'; echo ?n2; printf 'welcome to n1'\n")
+    facts = {"RUN": str(tmp_path), "SLURMD_NODENAME": "n1", "GREETING": f"{tmp_path}/greeting"}
+    program = f"""
+    source {SOURCED}; srun() {{ while [ "$1" != bash ]; do shift; done; BASH_ENV=$GREETING "$@"; }}
+    timeout() {{ shift 3; "$@"; }}; probe '' n1; BASH_ENV=$GREETING healthy && echo healthy
+    """
+    assert _bash(program, **facts).split() == ["n1", "healthy"]
 
 
 SEARCHER = """

@@ -352,7 +352,7 @@ allocated() {
 
 PROBE_SECONDS=60     # longest wait for the nodes to start a process, s
 
-# Program of the health check of a node; its $0 is RUN. It prints the name of the node, after "!" if the node does
+# Program of the health check of a node; its $0 is RUN. It prints "checked" and the node's name, after "!" if it does
 # not see RUN, or after "?" if it cannot write to /dev/shm or /tmp or if its GPUs have errors.
 CHECK='
     mark=
@@ -372,7 +372,7 @@ CHECK='
         esac                                   # other statuses: no driver, or this step sees no GPU
     fi
     [ -r "$0/config.yaml" ] || mark=!
-    echo "$mark$SLURMD_NODENAME"'
+    printf "\nchecked %s\n" "$mark$SLURMD_NODENAME"'
 
 # probe "GROUP" HOST…: run CHECK on all hosts in one step, and print its output. A host that does not start a
 # process prints nothing. GROUP: component of a het job, or "".
@@ -383,16 +383,13 @@ probe() {
     [ $# -gt 0 ] || return 0
     timeout -k 5 "$PROBE_SECONDS" srun --overlap $STEP_MEMORY --mpi=none "${group[@]}" --nodes=$# --ntasks=$# \
         --ntasks-per-node=1 --nodelist="$(joined "$@")" \
-        bash -c "$CHECK" "$RUN" </dev/null 2>/dev/null
+        bash -c "$CHECK" "$RUN" </dev/null 2>/dev/null | checked
 }
 
 joined() { (IFS=,; echo "$*"); }
 
-# of_hosts TEXT HOST…: print the words of TEXT that are answers of hosts. Others are what the shells of a site print.
-of_hosts() {
-    local word
-    for word in $1; do [[ " ${*:2} " != *" ${word#[\?\!]} "* ]] || echo "$word"; done
-}
+# Print the names that CHECK has printed, and nothing else that the shells of a site print.
+checked() { sed -n 's/^checked //p'; }
 
 SICK=()              # nodes that failed the last check before a start
 
@@ -409,9 +406,7 @@ place() {
             hosts=`allocated`
             answers=`probe '' $hosts`
         fi
-        wanted=($hosts $others)
-        answers=`of_hosts "$answers" "${wanted[@]}"`
-        found=($answers)
+        wanted=($hosts $others) found=($answers)
         [ ${#found[@]} -ge ${#wanted[@]} ] || ! ending || return
         ask start "het=$het" "nodes=${NODES:-0}" "last_look=$look" "hosts=$hosts" "others=$others" "answers=$answers" \
             "ascending=$ascending" "trainers=$TRAINERS" "searchers=$SEARCHERS" \
@@ -533,7 +528,7 @@ KEEP='
     done'
 
 # Return whether this node passes the health check; say so if it does not.
-healthy() { [[ `bash -c "$CHECK" "$RUN" 2>/dev/null | tail -n 1` != \?* ]] || { say "$HERE fails the health check"; false; }; }
+healthy() { [[ `bash -c "$CHECK" "$RUN" 2>/dev/null | checked` != \?* ]] || { say "$HERE fails the health check"; false; }; }
 
 # The main function of a job of elastic searchers, which has one node: run searchers until the run is finished or
 # the job leaves.
