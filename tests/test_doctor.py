@@ -607,7 +607,7 @@ def test_a_scratch_folder_that_is_full_or_read_only_is_named(tmp_path: Path) -> 
     _says(check(tmp_path / "missing"), "problem", "No such file", "environment")
     for options, level, words in (
         ("size=64k", "problem", "No space left on device"),
-        ("size=8m", "warning", "0.0 GB free"),
+        ("size=8m", "warning", "MB free"),
         ("noexec", "warning", "is mounted noexec"),
         ("ro", "problem", "Read-only file system"),
     ):
@@ -650,7 +650,7 @@ def test_a_trial_that_fails_says_why(line: str, note: str, name: str, words: str
 
 def test_shared_memory_holds_two_copies_of_the_weights() -> None:
     _says([machine.judge_shared_memory(2 * 10**9, 0)], "ok", "2.0 GB")
-    _says([machine.judge_shared_memory(64 << 20, 0)], "problem", "0.1 GB free", "--shm-size")
+    _says([machine.judge_shared_memory(64 << 20, 0)], "problem", "67 MB free", "--shm-size")
     _says([machine.judge_shared_memory(20 * 10**9, 15 * 10**9)], "problem", "need 30.0 GB")
     _says([machine.judge_shared_memory(40 * 10**9, 15 * 10**9)], "ok", "too little for the third copy")
     enough = machine.judge_shared_memory(45 * 10**9, 15 * 10**9)
@@ -708,7 +708,8 @@ def test_the_network_built_for_mpi_is_preferred_and_a_choice_is_checked() -> Non
     _says(check(None, **three), "warning", "ib0, eno1, eno2:", "network_interface: ib0", "GLOO_SOCKET_IFNAME")
     _says(check("eno1", **three), "ok", "eno1")
     _says(check(None, eno1=1000), "ok", "eno1")
-    _says(check("ib0", eno1=1000), "problem", "ib0 does not exist here", "eno1")
+    _says(check("ib0", eno1=1000), "problem", "ib0 does not exist here; there is eno1", "eno1")
+    _says(check("lo", eno1=1000), "problem", "lo is the loopback, which other nodes cannot reach")
     _says(check(None), "warning", "no interface")
 
 
