@@ -437,7 +437,20 @@ def test_preemption_must_leave_time_for_a_checkpoint(
 )
 def test_a_refusal_names_the_site_key(message: str, key: str) -> None:
     said = slurm.refusal(f"sbatch: error: Batch job submission failed: {message}\n")
-    assert said == f"Slurm refused the job: {message}; change the site key {key}"
+    assert said == f"Slurm refused the job: {message}; change the site key (or --sbatch option) {key}"
+
+
+def test_what_slurm_says_twice_is_told_once() -> None:
+    said = slurm.refusal(
+        "sbatch: error: invalid partition specified: gpuu\n"
+        "sbatch: error: Batch job submission failed: Invalid partition name specified\n"
+    )
+    assert said.startswith("Slurm refused the job: invalid partition specified: gpuu; change the site key")
+    limit = slurm.refusal(
+        "sbatch: error: QOSMaxSubmitJobPerUserLimit\n"
+        "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy\n"
+    )
+    assert "job: QOSMaxSubmitJobPerUserLimit; Job violates accounting/QOS policy; change" in limit
 
 
 def test_a_lost_answer_is_no_refusal() -> None:
@@ -518,10 +531,20 @@ def test_a_refusal_is_only_raised_and_not_printed(
     with pytest.raises(slurm.SubmitError, match=r"^Slurm refused the job: Invalid qos specification; change"):
         slurm.send(RunDir(tmp_path), "#!/bin/sh\n")
     assert capfd.readouterr().err == ""
-    with pytest.raises(slurm.SubmitError, match="site key qos"):
+    with pytest.raises(slurm.SubmitError, match=r"option\) qos"):
         slurm.refuse_impossible("#!/bin/sh\n")
     _sbatch(tmp_path, "echo 'sbatch: error: Job violates accounting/QOS policy' >&2; exit 1")
     slurm.refuse_impossible("#!/bin/sh\n")  # it may fit later
+
+
+def test_when_slurm_would_start_a_job_is_told_without_its_other_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    _sbatch(tmp_path, "printf 'sbatch: Job 9 to start at noon on n1\\nsbatch:   Preempts: 56,56\\n' >&2")
+    assert slurm.would_take("#!/bin/sh\n") == "Job 9 to start at noon on n1"
+    _sbatch(tmp_path, "echo 'sbatch: allowed' >&2")
+    assert slurm.would_take("#!/bin/sh\n") == "allowed"
 
 
 # --- A machine ---
