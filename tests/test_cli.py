@@ -223,6 +223,13 @@ def test_the_script_submits_as_the_command_does_and_signs_its_sentences() -> Non
     )
 
 
+def test_the_script_outside_the_environment_says_what_to_activate() -> None:
+    words = [sys.executable, "-I", "-S", str(REPOSITORY / "tools/submit.py")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "submit: No module named 'typer': activate .venv, or use tba submit\n"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

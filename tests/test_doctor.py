@@ -439,7 +439,20 @@ def test_preemption_must_leave_time_for_a_checkpoint(
 )
 def test_a_refusal_names_the_site_key(message: str, key: str) -> None:
     said = slurm.refusal(f"sbatch: error: Batch job submission failed: {message}\n")
-    assert said == f"Slurm refused the job: {message}; change the site key {key}"
+    assert said == f"Slurm refused the job: {message}; change the site key (or --sbatch option) {key}"
+
+
+def test_what_slurm_says_twice_is_told_once() -> None:
+    said = slurm.refusal(
+        "sbatch: error: invalid partition specified: gpuu\n"
+        "sbatch: error: Batch job submission failed: Invalid partition name specified\n"
+    )
+    assert said.startswith("Slurm refused the job: invalid partition specified: gpuu; change the site key")
+    limit = slurm.refusal(
+        "sbatch: error: QOSMaxSubmitJobPerUserLimit\n"
+        "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy\n"
+    )
+    assert "job: QOSMaxSubmitJobPerUserLimit; Job violates accounting/QOS policy; change" in limit
 
 
 def test_a_lost_answer_is_no_refusal() -> None:
@@ -520,10 +533,20 @@ def test_a_refusal_is_only_raised_and_not_printed(
     with pytest.raises(slurm.SubmitError, match=r"^Slurm refused the job: Invalid qos specification; change"):
         slurm.send(RunDir(tmp_path), "#!/bin/sh\n")
     assert capfd.readouterr().err == ""
-    with pytest.raises(slurm.SubmitError, match="site key qos"):
+    with pytest.raises(slurm.SubmitError, match=r"option\) qos"):
         slurm.refuse_impossible("#!/bin/sh\n")
     _sbatch(tmp_path, "echo 'sbatch: error: Job violates accounting/QOS policy' >&2; exit 1")
     slurm.refuse_impossible("#!/bin/sh\n")  # it may fit later
+
+
+def test_when_slurm_would_start_a_job_is_told_without_its_other_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    _sbatch(tmp_path, "printf 'sbatch: Job 9 to start at noon on n1\\nsbatch:   Preempts: 56,56\\n' >&2")
+    assert slurm.would_take("#!/bin/sh\n") == "Job 9 to start at noon on n1"
+    _sbatch(tmp_path, "echo 'sbatch: allowed' >&2")
+    assert slurm.would_take("#!/bin/sh\n") == "allowed"
 
 
 # --- A machine ---
@@ -609,7 +632,7 @@ def test_a_scratch_folder_that_is_full_or_read_only_is_named(tmp_path: Path) -> 
     _says(check(tmp_path / "missing"), "problem", "No such file", "environment")
     for options, level, words in (
         ("size=64k", "problem", "No space left on device"),
-        ("size=8m", "warning", "0.0 GB free"),
+        ("size=8m", "warning", "MB free"),
         ("noexec", "warning", "is mounted noexec"),
         ("ro", "problem", "Read-only file system"),
     ):
@@ -652,7 +675,7 @@ def test_a_trial_that_fails_says_why(line: str, note: str, name: str, words: str
 
 def test_shared_memory_holds_two_copies_of_the_weights() -> None:
     _says([machine.judge_shared_memory(2 * 10**9, 0)], "ok", "2.0 GB")
-    _says([machine.judge_shared_memory(64 << 20, 0)], "problem", "0.1 GB free", "--shm-size")
+    _says([machine.judge_shared_memory(64 << 20, 0)], "problem", "67 MB free", "--shm-size")
     _says([machine.judge_shared_memory(20 * 10**9, 15 * 10**9)], "problem", "need 30.0 GB")
     _says([machine.judge_shared_memory(40 * 10**9, 15 * 10**9)], "ok", "too little for the third copy")
     enough = machine.judge_shared_memory(45 * 10**9, 15 * 10**9)
@@ -710,7 +733,8 @@ def test_the_network_built_for_mpi_is_preferred_and_a_choice_is_checked() -> Non
     _says(check(None, **three), "warning", "ib0, eno1, eno2:", "network_interface: ib0", "GLOO_SOCKET_IFNAME")
     _says(check("eno1", **three), "ok", "eno1")
     _says(check(None, eno1=1000), "ok", "eno1")
-    _says(check("ib0", eno1=1000), "problem", "ib0 does not exist here", "eno1")
+    _says(check("ib0", eno1=1000), "problem", "ib0 does not exist here; there is eno1", "eno1")
+    _says(check("lo", eno1=1000), "problem", "lo is the loopback, which other nodes cannot reach")
     _says(check(None), "warning", "no interface")
 
 

@@ -122,3 +122,8 @@ def test_a_link_out_of_the_run_is_no_log_of_it(run: RunDir, tmp_path: Path) -> N
     (run.logs / "latest").unlink()
     (run.logs / "latest").symlink_to(outside)
     assert log_files(run, "trainer-0", None) == []
+
+
+def test_a_run_without_any_log_says_no_more(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no log yet$"):
+        show_logs(new_run(tmp_path), None, None, lines=1, follow=False)

@@ -402,7 +402,7 @@ def test_slurm_says_whether_a_job_is_at_work(
     claimed(run, replace(ELSEWHERE, pid=0, job="17"), ago=ago)
     claimed(run, replace(ELSEWHERE, job="17"), ago=ago, name="trainer-0000")
     if not free:
-        with pytest.raises(OwnedError, match=r"Slurm job 17, since 2023-.*first: scancel 17$"):
+        with pytest.raises(OwnedError, match=r"Slurm job 17, since 2023-.*first: tba stop .* --wait 600$"):
             refuse_owned(run)
     assert is_free(run) == free
 

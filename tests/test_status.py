@@ -228,6 +228,8 @@ def test_a_lack_of_space_is_said_with_the_end_of_the_wait_until_a_checkpoint_is_
     write(run.metrics_file("trainer"), [{**left_out, "time": time.time()}])
     happen(run, time.time() + 1, "start", attempt="attempt-002", trainers=1, searchers=2)
     assert "space" not in run_state(look(run)).words, "that was the attempt before"
+    write(run.metrics_file("trainer"), [{"time": time.time() + 2, "event": "resumed", "step": 2}])
+    assert "postponed" not in facts(look(run), run_state(look(run)))
 
 
 # --- What is folded from growing files ---
@@ -624,13 +626,15 @@ def test_lines_that_are_no_events_are_passed_over(run: RunDir) -> None:
 
 
 def test_a_wait_for_space_that_is_over_is_given_no_end(run: RunDir) -> None:
-    for waited, words in ((0.5, "; the disk is full, and the run waits"), (1.2, "; the disk is full")):
+    waits = "; the disk is full, and the run waits"
+    for waited, words in ((0.0, "; the disk is full"), (0.5, waits), (1.2, "; the disk is full")):
         begun = time.time() - waited * run.config().launch.disk_seconds
         happen(run, begun, "start", attempt="attempt-001", trainers=1, searchers=2)
         write(run.metrics_file("trainer"), [step(3, begun)])
         monitor = look(run)
         monitor.full = True
         assert words in run_state(monitor).words
+        assert (waits in run_state(monitor).words) == (words == waits)
         run.events_file.unlink()
         run.metrics_file("trainer").unlink()
     assert run_state(monitor).words.endswith(words)

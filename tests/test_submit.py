@@ -5,9 +5,10 @@ from pathlib import Path
 from shlex import quote
 
 import pytest
+from recorded import new_run
 
 from tba_hpc.commands.submission import Submission, again
-from tba_hpc.commands.submit import Ready, _left_out, _short_time, _submit
+from tba_hpc.commands.submit import Ready, _left_out, _short_time, _submit, submit_elastic
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site
 from tba_hpc.report.run_state import RunMonitor, run_state
@@ -95,3 +96,12 @@ def test_a_time_that_is_short_for_a_start_is_said_so() -> None:
     (finding,) = _short_time(Site(time="5", signal_seconds=60))
     assert finding.sentence.startswith("time=5 leaves only 180 s to start engines and train: ask for more")
     assert _short_time(Site(time="10", signal_seconds=60)) == []
+
+
+def test_a_finished_run_takes_no_searchers_however_many(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(tmp_path)
+    run.finished_file.touch()
+    submit_elastic(Submission(config=run.path, site=GENERIC, nodes=9))
+    assert capsys.readouterr().out.startswith("finished already, so it takes no searchers: ")

@@ -8,9 +8,15 @@ It does what ``tba submit`` does, from a clone. It needs no torch, and so runs o
 
 from __future__ import annotations
 
-import typer
+import sys
 
-from tba_hpc.cli import main, submit
+try:
+    import typer
+
+    from tba_hpc.cli import main, submit
+except ModuleNotFoundError as error:
+    print(f"submit: {error}: activate .venv, or use tba submit", file=sys.stderr)
+    sys.exit(2)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command()(submit)

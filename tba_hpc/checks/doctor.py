@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import shutil
 from collections import Counter
@@ -107,7 +106,7 @@ def _check_request(site: Site, root: Path) -> Finding:
     try:
         answer = slurm.would_take(trial.prepare(site, root, None)[-1])
     except LaunchError as error:
-        remedy = f"edit the site file; every key: class Site in {inspect.getsourcefile(Site)}"
+        remedy = "edit the site file; docs/config.md#site-files lists every key"
         return problem("request", str(error), remedy)
     return ok("request", f"Slurm accepts a job of {trial.NODES} nodes: {answer}")
 

@@ -28,6 +28,7 @@ from tba_hpc.checks.resources import find_file, hub_cache, is_here, is_offline, 
 from tba_hpc.config import is_local
 from tba_hpc.core.own_code import is_own
 from tba_hpc.core.system_libraries import COMPILER, REMEDIES, missing_library
+from tba_hpc.core.wording import size
 from tba_hpc.run.files import publish
 from tba_hpc.run.listeners import unprotected
 from tba_hpc.run.memory import free_memory
@@ -346,7 +347,7 @@ def judge_space(free: int, inodes: int | None) -> Finding:
 
     free: bytes. inodes: number of files that may still be created, or None for no limit.
     """
-    found = f"{free / 1e9:.1f} GB free" + ("" if inodes is None else f", {inodes:,} more files possible")
+    found = f"{size(free)} free" + ("" if inodes is None else f", {inodes:,} more files possible")
     if inodes is not None and inodes < LITTLE_INODES:
         remedy = "delete files or raise the quota: a run seals a shard every few seconds"
         return warning("disk space", found, remedy)
@@ -434,9 +435,9 @@ def check_scratch(facts: Facts) -> Iterator[Finding]:
         found = f"{folder} (TMPDIR) is mounted noexec, so that engines cannot load what they compile there"
         yield warning("scratch", found, remedy)
     elif free < LITTLE_SHM:
-        yield warning("scratch", f"{folder} (TMPDIR) has {free / 1e9:.1f} GB free", remedy)
+        yield warning("scratch", f"{folder} (TMPDIR) has {size(free)} free", remedy)
     else:
-        yield ok("scratch", f"{folder}, {free / 1e9:.1f} GB free")
+        yield ok("scratch", f"{folder}, {size(free)} free")
 
 
 def model_bytes(name: str | None, environment: Mapping[str, str]) -> int:
@@ -478,7 +479,7 @@ def check_shared_memory(facts: Facts) -> Iterator[Finding]:
 
 def judge_shared_memory(free: int, weights: int) -> Finding:
     """Return the finding about /dev/shm. free: its free bytes. weights: bytes of the model, 0 if unknown."""
-    needed, found = max(LITTLE_SHM, 2 * weights), f"/dev/shm has {free / 1e9:.1f} GB free"
+    needed, found = max(LITTLE_SHM, 2 * weights), f"/dev/shm has {size(free)} free"
     if free >= needed:
         third = (
             ""
@@ -486,7 +487,7 @@ def judge_shared_memory(free: int, weights: int) -> Finding:
             else ", too little for the third copy of the weights that an evaluation may use"
         )
         return ok("shared memory", found + third)
-    found += f", but two copies of the weights need {needed / 1e9:.1f} GB"
+    found += f", but two copies of the weights need {size(needed)}"
     remedy = "free some (in a container: --shm-size), or set exchange.transport=files"
     return problem("shared memory", found, remedy)
 
@@ -558,7 +559,8 @@ def judge_network(speeds: Mapping[str, int], chosen: str | None) -> Finding:
     names = sorted(speeds, key=lambda name: (FAST.match(name) is None, -speeds[name], name))
     best = names[0]
     if chosen and chosen not in speeds:
-        found = f"network_interface: {chosen} does not exist here, only {', '.join(names)}"
+        why = "is the loopback, which other nodes cannot reach" if chosen == "lo" else "does not exist here"
+        found = f"network_interface: {chosen} {why}; there is {', '.join(names)}"
         return problem(NETWORK, found, f"set network_interface: {best} in the site file")
     if chosen or len(names) == 1:
         return ok(NETWORK, chosen or f"{best}, the only one")

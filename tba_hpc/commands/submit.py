@@ -86,8 +86,8 @@ def submit(submissions: Sequence[Submission], *, wait: bool, as_json: bool) -> b
     finally:  # if Slurm refuses one of several, the earlier ones are in the queue and must be reported
         if as_json and done:
             print(json.dumps(done if len(ready) > 1 else done[0]))
-    if len(ready) == 1 and not as_json:
-        tell(done[0])
+    if not as_json:
+        tell(done[0]) if len(ready) == 1 else _tell_commands(done)
     if not wait:
         return True
     ended = [_ends_well(one.run, job) for one, job in zip(ready, jobs, strict=True)]
@@ -200,6 +200,7 @@ def _done(ready: Ready, job: str | None) -> dict[str, Any]:
         "commands": _commands(ready) if job else {},
         "warnings": [*ready.split.remarks, *(finding.sentence for finding in warnings)] if job else [],
         **asdict(ready.split),
+        "why": f"{ready.split.why}; the config's own numbers of ranks (launch) do not count on a cluster",
     }
 
 
@@ -245,6 +246,15 @@ def _tell_row(done: Sequence[dict[str, Any]]) -> None:
         _tell_warnings(done[-1]["warnings"])
 
 
+def _tell_commands(done: Sequence[dict[str, Any]]) -> None:
+    """Print, on stderr, commands that the user may want next for several submissions."""
+    jobs = [job for one in done for job in one["jobs"]]
+    print("  each    tba status RUN, tba logs RUN -f, tba stop RUN", file=sys.stderr)
+    if jobs:
+        print(f"  queue   squeue --jobs {','.join(jobs)}", file=sys.stderr)
+    print(f"  compare {shlex.join(['tba', 'compare', *(one['run'] for one in done)])}", file=sys.stderr)
+
+
 def _tell_warnings(sentences: Sequence[str]) -> None:
     """Print each sentence as a warning on stderr."""
     for sentence in sentences:
@@ -271,16 +281,16 @@ def submit_elastic(
     run, site, nodes = RunDir.open(submission.config), submission.load_site(), submission.nodes
     own = site.searcher.model_copy(update={"partition": partition or site.searcher.partition})
     config, site = run.config(), site.model_copy(update={"searcher": own})
+    if run.finished and not (show or make):
+        said = f"finished already, so it takes no searchers: {run.summary}"
+        print(json.dumps({"job": None, "run": str(run.path)}) if as_json else said)
+        return
     searcher = _searchers(config, site, nodes)
     code = snapshot.take(run.path, submission.here) if make else snapshot.place(run.path)
     job = job_of(f"tba-search-{config.run.name}", run.path, site, code, mpi=False)
     text = elastic_script(job, nodes, searcher, site)
     if show or make:
         print(text, end="")
-        return
-    if run.finished:
-        said = f"finished already, so it takes no searchers: {run.summary}"
-        print(json.dumps({"job": None, "run": str(run.path)}) if as_json else said)
         return
     slurm.require_slurm()
     facts = replace(job_facts(config, site), fetched_by=submission.fetched_by)

@@ -86,6 +86,11 @@ def count(number: int, thing: str) -> str:
     return f"{number:,} {thing if number == 1 else plural}"
 
 
+def size(nbytes: float) -> str:
+    """Format a number of bytes: ``14 MB``, or from 1 GB on ``1.5 GB``."""
+    return f"{nbytes / 1e6:.0f} MB" if nbytes < 1e9 else f"{nbytes / 1e9:.1f} GB"
+
+
 def first_few(things: Sequence[object], most: int = 5, between: str = ", ") -> str:
     """Join things: ``3, 5, 8``. If there are more than ``most``, count the others: ``3, 5 and 7 more``."""
     more = f" and {len(things) - most} more" if len(things) > most else ""

@@ -146,7 +146,7 @@ asked_to_stop() {
     STOP=1
     # The run's events do not record requests to the jobs of elastic searchers, which have no trainers.
     [ "${TRAINERS:-0}" = 0 ] || { event signal; touch "${RUN:-}/slurm/asked" 2>/dev/null; }
-    say "asked to stop: the ranks have $SAVE_SECONDS s for a checkpoint"
+    say "asked to stop: the ranks have up to $SAVE_SECONDS s for a checkpoint"
     pass_on
 }
 
@@ -461,7 +461,7 @@ refuse_second() {
     [ -n "$owner" ] && [ "$owner" != "$ME" ] || return 0
     case `squeue --noheader --jobs="$owner" --format='%T %k' 2>/dev/null | head -n 1` in
         "RUNNING $RUN" | "SUSPENDED $RUN" | "STOPPED $RUN")
-            say "$RUN is already in use: Slurm job $owner; let it finish, or end it first: scancel $owner"
+            say "$RUN is already in use: Slurm job $owner; let it finish, or end it first: tba stop $RUN --wait 600"
             exit 2 ;;
     esac
 }

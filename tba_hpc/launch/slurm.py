@@ -138,15 +138,16 @@ def refusal(message: str) -> str:
 
     message: output of sbatch.
     """
-    lines = re.findall(r"(?:error|failure): (.*)", message)
-    said = (
-        "; ".join(dict.fromkeys(line.removeprefix("Batch job submission failed: ") for line in lines))
-        or message
-    )
+    errors = re.findall(r"(?:error|failure): (?:Batch job submission failed: )?(.*)", message)
+    # Lines that begin alike say the same: "invalid partition specified: x" and "Invalid partition name …".
+    by_beginning = {tuple(line.lower().split()[:2]): line for line in reversed(errors)}
+    said = "; ".join(reversed(by_beginning.values())) or message
     if any(words in said.lower() for words in UNANSWERED):
         return f"Slurm did not answer ({said}), but may have accepted the job: {LOOK}"
     key = next((key for word, key in REMEDIES.items() if word in said.lower()), None)
-    return f"Slurm refused the job: {said}" + (f"; change the site key {key}" if key else "")
+    return f"Slurm refused the job: {said}" + (
+        f"; change the site key (or --sbatch option) {key}" if key else ""
+    )
 
 
 def foreign(script: str, environment: Mapping[str, str]) -> list[str]:
@@ -176,7 +177,8 @@ def would_take(script: str) -> str:
     done = subprocess.run(command, input=script, capture_output=True, text=True, env=plain)
     if done.returncode:
         raise SubmitError(refusal(done.stderr))
-    return done.stderr.strip().removeprefix("sbatch: ")
+    said = [line.removeprefix("sbatch: ") for line in done.stderr.strip().splitlines()]
+    return "; ".join(line for line in said if " to start at " in line) or "; ".join(said)
 
 
 def refuse_impossible(script: str) -> None:

@@ -590,8 +590,10 @@ def _unwritable(folder: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # torch's writer raises either
         if is_lost_peer(error) or isinstance(error, DiskFullError):
             raise
-        raise (DiskFullError if is_disk_full(error) else StateError)(
-            f"cannot write the checkpoint {folder} ({error}); free space or raise the quota, then start "
+        full = is_disk_full(error)  # torch's own words on that name no disk
+        why = "the disk or quota is full" if full else error
+        raise (DiskFullError if full else StateError)(
+            f"cannot write the checkpoint {folder} ({why}); free space or raise the quota, then start "
             "the same run again: it resumes from the previous checkpoint"
         ) from error
 

@@ -95,10 +95,10 @@ class TrainerDigest:
     """Digest of the trainer's records.
 
     phase: the last event of PHASES, or ``training`` if a step came after it. latest: newest value of every
-    figure. checkpoint: event of the newest complete checkpoint. postponed: event of the newest checkpoint
-    that found no space, if none was completed since. damaged: events of checkpoints that were set aside.
-    step: optimizer steps done. starts: number of attempts. redone: steps that resumes had to do again.
-    merged: counts up to now. saved: counts that the newest checkpoints contain, oldest first.
+    figure. checkpoint: event of the newest complete checkpoint. postponed: event of the present attempt's
+    newest checkpoint that found no space, if none was completed since. damaged: events of checkpoints that
+    were set aside. step: optimizer steps done. starts: number of attempts. redone: steps that resumes had to
+    do again. merged: counts up to now. saved: counts that the newest checkpoints contain, oldest first.
     """
 
     trends: Trends = field(default_factory=Trends)
@@ -130,6 +130,7 @@ class TrainerDigest:
 
     def _take_event(self, event: str, record: Record) -> None:
         if event in STARTS:
+            self.postponed = {}
             self._begin(whole(record, "step"), whole(record, "revision"))
         if event in PHASES:
             self.phase = event

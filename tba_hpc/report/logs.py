@@ -65,8 +65,9 @@ def show_logs(run: RunDir, rank: str | None, attempt: int | None, *, lines: int,
     """
     files, printer = log_files(run, rank, attempt), Printer()
     if not files and not follow:
-        known = ", ".join(file.stem for file in log_files(run, None, attempt)) or "none"
-        raise ConfigError(f"{run.path} has no log{f' of {rank}' if rank else ''} yet; there are: {known}")
+        known = ", ".join(file.stem for file in log_files(run, None, attempt))
+        others = f"; there are: {known}" if known else ""
+        raise ConfigError(f"{run.path} has no log{f' of {rank}' if rank else ''} yet{others}")
     for file in files:
         printer.show(file, last=lines, unfinished=not follow)
     while follow:

@@ -388,7 +388,8 @@ def _no_space(monitor: RunMonitor) -> str:
     """Return a clause on the lack of space on the run's disk; "" if none is known.
 
     The trainer records until when it waits. If the disk is too full for this record, the wait is taken to
-    have begun with the newest one; all ranks wait equally long.
+    have begun with the newest one; all ranks wait equally long. While records come, nothing waits, since some
+    users, such as root, may use reserved space.
     """
     postponed, now = monitor.trainer.postponed, time.time()
     postponed = postponed if number(postponed, "time", 0.0) >= monitor._begun else {}
@@ -398,7 +399,8 @@ def _no_space(monitor: RunMonitor) -> str:
     if monitor.full:
         since = max(monitor.newest or 0.0, monitor._begun) or now
         end = since + monitor.config.launch.disk_seconds
-        return f"{waits} about {_clock(end)}" if end > now else "the disk is full"
+        waiting = since + 2 * record_seconds(monitor.config.launch.places) < now < end
+        return f"{waits} about {_clock(end)}" if waiting else "the disk is full"
     return f"no space for the checkpoint of step {number(postponed, 'step', 0):.0f}" if postponed else ""
 
 

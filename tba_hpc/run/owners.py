@@ -398,8 +398,9 @@ def _sentence(run: RunDir, claim: Claim) -> str:
             f"try again in {SILENT_OWNER_SECONDS:.0f} s"
         )
     stop = f"kill -USR1 {owner.pid} (on {owner.host})" if owner.pid else f"scancel {owner.job}"
-    if owner.pid and claim.name == LAUNCH:
-        stop = f"{shlex.join(['tba', 'stop', str(run.path)])} (on {owner.host})"
+    if claim.name == LAUNCH:
+        stop = shlex.join(["tba", "stop", str(run.path)])
+        stop += f" (on {owner.host})" if owner.pid else " --wait 600"
     unseen = owner.machine != _machine() and not owner.job
     dead = f"; if it is dead, try again in {SILENT_OWNER_SECONDS:.0f} s" if unseen else ""
     return f"{what} is already in use: {owner}; let it finish, or end it first: {stop}{dead}"

@@ -250,6 +250,8 @@ def test_seeds_become_a_job_each_after_another_run(
     assert head.split() == ["job", "run"]
     assert [row.split()[1] for row in rows] == [f"{tmp_path}/runs/it-seed{seed}" for seed in (0, 1)]
     jobs = [row.split()[0] for row in rows]
+    assert f"queue   squeue --jobs {','.join(jobs)}\n" in table.stderr
+    assert f"compare tba compare {tmp_path}/runs/it-seed0 {tmp_path}/runs/it-seed1\n" in table.stderr
     answers = json.loads(submit("--seeds", "2,3", "--after", "runs/it-seed1", "--json").stdout)
     assert [answer["run"][-1] for answer in answers] == ["2", "3"]
     for answer in answers:

@@ -223,7 +223,9 @@ def test_what_would_fail_is_refused_in_a_sentence(
         ),
     }
     large = _write(tmp_path / "large.yaml", SITE | {"gpus_per_node": 8})
-    refusals["--site", str(large)] = "Requested node configuration is not available; change the site key gpus"
+    refusals["--site", str(large)] = (
+        "Requested node configuration is not available; change the site key (or --sbatch option) gpus"
+    )
     with main_partition(cluster, "MaxTime=1-0", "MaxTime=UNLIMITED"):
         for options, words in refusals.items():
             done = submit(*options)

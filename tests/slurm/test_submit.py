@@ -210,10 +210,10 @@ def test_a_run_has_one_job_at_a_time(cluster: Cluster, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "said", "remedy"),
     [
-        ({"partition": "gpuu"}, "invalid partition specified: gpuu", "site key partition"),
-        ({"gpu_request": "--gres=gpu:h100:{gpus}"}, "node configuration", "site key gpus_per_node"),
-        ({"constraint": "nvlink"}, "feature", "site key constraint"),
-        ({"memory": "9999G"}, "emory", "site key memory"),
+        ({"partition": "gpuu"}, "invalid partition specified: gpuu; change", "option) partition"),
+        ({"gpu_request": "--gres=gpu:h100:{gpus}"}, "node configuration", "option) gpus_per_node"),
+        ({"constraint": "nvlink"}, "feature", "option) constraint"),
+        ({"memory": "9999G"}, "emory", "option) memory"),
     ],
     ids=["partition", "gres", "constraint", "memory"],
 )
@@ -536,7 +536,7 @@ def test_a_partition_that_does_not_exist_is_told_once_and_leaves_no_run(
     for options in ([], ["--homogeneous"]):
         refused = tba("submit", *files, *options)
         assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
-        assert "Invalid partition name specified; change the site key partition" in refused.stderr
+        assert "job: invalid partition specified: nowhere; change the site key" in refused.stderr
     assert not (tmp_path / "runs").exists()
 
 

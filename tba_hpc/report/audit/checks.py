@@ -179,7 +179,10 @@ def check_prompts(evidence: Evidence) -> Check:
         *chain.from_iterable(_completed_violations(evidence, checkpoint) for checkpoint in evidence.usable),
     )
     end = max(times, default=-1) + 1
-    looked_at = f"{len(times):,} of the first {end:,} requests sealed, {end - len(times):,} still open"
+    still_open = end - len(times)
+    looked_at = f"{len(times):,} of the first {end:,} requests sealed, {still_open:,} still open"
+    if still_open and evidence.config.launch.elastic:
+        looked_at += ", among them those of elastic slots without a searcher"
     return _by_records(evidence, "no prompt skipped or doubled", looked_at, violations)
 
 
