@@ -72,7 +72,7 @@ def test_somebody_elses_run_is_summed_up() -> None:
         with somebody_else(run.path):
             shown = tba("report", run.path, "--json")
         assert shown.returncode == 0 and json.loads(shown.stdout)["steps"] == 0, shown
-        assert shown.stderr == f"{run.path} is not yours to write: its summary and report stay as they are\n"
+        assert shown.stderr == f"you may not write to {run.path}: its summary and report stay as they are\n"
         assert not run.summary.exists() and not run.report.exists()
 
 
