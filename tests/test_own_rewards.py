@@ -166,6 +166,7 @@ def test_several_rewards_are_a_weighted_sum_and_logged_by_name(own: Path) -> Non
         ("own_rewards:sise", "no function 'sise' in that module: did you mean 'size'"),
         ("nomodule:size", "cannot be imported (No module named 'nomodule'): put the module beside"),
         ("own_rewards:other", "takes text first: call its first argument completion"),
+        ("own_rewards:trl", "of them; docs/coming-from.md has the lines to put around a function of TRL"),
         ("own_rewards:odd", "takes 'answr', which it lacks: did you mean 'answer'?); write a JSON"),
         ({}, "the task jsonl has no reward: set task.reward=module:function"),
     ],

@@ -107,9 +107,11 @@ class Function:
             parameters = []
         first = parameters[0].name if parameters else ""
         if first not in ("completion", "completions"):
+            of_trl = any(parameter.name == "completions" for parameter in parameters)
+            around = "; docs/coming-from.md has the lines to put around a function of TRL" if of_trl else ""
             raise ConfigError(
                 f"{key} takes {first or 'nothing'} first: call its first argument completion, for one text, "
-                "or completions, for a list of them"
+                f"or completions, for a list of them{around}"
             )
         self._together = first == "completions"
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
