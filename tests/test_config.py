@@ -205,6 +205,10 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("name=x", "unknown config key 'name': did you mean 'run.name' or 'task.name'?"),
         ("beta=0.1", "unknown config key 'beta': TRL's beta is train.beta here, and docs/coming-from.md"),
         (
+            "generator.num_generation=8",
+            "did you mean TRL's num_generations? It is generator.completions_per_prompt and train",
+        ),
+        (
             "train.num_generations=8",
             "TRL's num_generations is generator.completions_per_prompt and train.compl",
         ),

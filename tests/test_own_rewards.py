@@ -166,7 +166,8 @@ def test_several_rewards_are_a_weighted_sum_and_logged_by_name(own: Path) -> Non
         ("own_rewards:sise", "no function 'sise' in that module: did you mean 'size'"),
         ("nomodule:size", "cannot be imported (No module named 'nomodule'): put the module beside"),
         ("own_rewards:other", "takes text first: call its first argument completion"),
-        ("own_rewards:odd", "takes 'answr', which row 1 of the train rows lacks"),
+        ("own_rewards:trl", "of them; docs/coming-from.md has the lines to put around a function of TRL"),
+        ("own_rewards:odd", "takes 'answr', which it lacks: did you mean 'answer'?); write a JSON"),
         ({}, "the task jsonl has no reward: set task.reward=module:function"),
     ],
 )
@@ -174,6 +175,36 @@ def test_a_bad_function_is_refused_before_anything_runs(own: Path, reward: Any, 
     with pytest.raises(ConfigError) as error:
         make(own, reward)
     assert sentence in str(error.value)
+
+
+def test_a_few_rows_without_a_field_of_a_function_are_left_out(
+    own: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": f"{i}+{i}=", "size": i} for i in range(200)]
+    for lacking, left in ((2, 198), (3, None)):
+        for row in rows[:lacking]:
+            row.pop("size", None)
+        (own / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        if left:
+            assert len(make(own, "own_rewards:size").prompts("train")) == left - 2  # held out
+            assert "lines 1, 2: cannot be used (task.reward=own_rewards:size takes 'size', whi" in caplog.text
+    with pytest.raises(ConfigError, match=r"takes 'size', which it lacks.* and rewards: prompt, size \(3 "):
+        make(own, "own_rewards:size").prompts("train")
+
+
+def test_a_blank_field_of_a_function_is_told_with_a_row(own: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (own / "graded.py").write_text("def right(completion, answer): return float(completion == answer)\n")
+    sys.modules.pop("graded", None)
+    make(own, "graded:right").prompts("train")
+    assert not caplog.messages
+    rows = [{**row, "answer": {3: None, 5: " "}.get(i, "1")} for i, row in enumerate(ROWS * 2)]
+    (own / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    make(own, "graded:right").prompts("train")
+    (said,) = [one for one in caplog.messages if "null or blank" in one]
+    assert said.startswith(
+        "task.reward=graded:right takes 'answer', which is null or blank in 2 of 10 train "
+    )
+    assert "such as row 4:" in said
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -275,11 +275,32 @@ def test_completions_that_an_on_policy_run_would_drop_are_told(
 def test_a_beta_without_effect_is_told_unless_it_is_the_default(
     objective: str, beta: float, told: bool
 ) -> None:
-    config = parse_config({"model": {"path": "a"}, "train": {"objective": objective, "beta": beta}})
+    train, bounded = {"objective": objective, "beta": beta}, {"max_staleness": 8}
+    config = parse_config({"model": {"path": "a"}, "train": train, "exchange": bounded})
     said = [one.sentence for one in check_unused(Facts(config=config))]
     assert said == told * [
         "train.beta is ignored with train.objective=dr_grpo, which has no KL term: leave it out, or use "
         "train.objective=grpo, in which it weighs the KL"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["train.objective=dr_grpo"], True),
+        (["train.objective=rloo"], True),
+        (["train.objective=rloo", "train.ratio_bound=cap"], False),
+        (["train.objective=dr_grpo", "exchange.max_staleness=8"], False),
+        (["train.objective=grpo", "buffer.replay_limit=1"], False),  # a queue: data are at most 8 old
+        (["train.objective=tba_prime"], False),
+    ],
+)
+def test_a_policy_gradient_on_data_of_any_age_is_told(overrides: list[str], told: bool) -> None:
+    config = parse_config({"model": {"path": "a"}}, overrides)
+    said = [one.sentence for one in check_unused(Facts(config=config))]
+    assert [sentence for sentence in said if "old data" in sentence] == told * [
+        f"{overrides[0]} learns little from old data, whose age has no bound: set exchange.max_staleness, "
+        "such as 8, or train by trajectory_balance"
     ]
 
 

@@ -225,7 +225,7 @@ def test_messages_that_the_template_leaves_out_are_told(
         load(tmp_path, "\n".join([json.dumps({"prompt": messages})] * 3), tokenizer, options={"chat": True})
         said = [message.partition(":")[0] for message in caplog.messages if "leaves out" in message]
         assert said == told * [
-            f"the chat template leaves out 1 of the messages of {split} rows, such as ' Be brief.\\n' "
+            f"the chat template leaves out 1 messages of {split} rows, such as ' Be brief.\\n' "
             "of the role 'developer'"
             for split in ("train", "validation", "test")
         ]

@@ -22,6 +22,7 @@ from tba_hpc.checks.resources import (
     resources,
 )
 from tba_hpc.config import Config, ConfigError, TrainSection, dump_config, is_local
+from tba_hpc.config.variants import Unbounded
 from tba_hpc.core.own_code import is_own
 from tba_hpc.core.tuned import beyond_tuned
 from tba_hpc.core.wording import did_you_mean
@@ -180,7 +181,10 @@ def check_rate(facts: Facts) -> Iterator[Finding]:
 
 
 def check_unused(facts: Facts) -> Iterator[Finding]:
-    """Check that an on-policy run learns from all that it samples, and that a changed train.beta matters."""
+    """Check that an on-policy run learns from all that it samples, and that a changed train.beta matters.
+
+    Also check that a policy gradient does not learn from data of any age.
+    """
     if facts.config is None or not RunDir(facts.config.run_dir.absolute()).came_to_nothing:
         return  # a resume may change none of these keys
     train, sampled = facts.config.train, facts.config.generator.completions_per_prompt
@@ -194,6 +198,10 @@ def check_unused(facts: Facts) -> Iterator[Finding]:
     if not train.objective.weighs_kl and train.beta != TrainSection().beta:
         found = f"train.beta is ignored with train.objective={train.objective.name}, which has no KL term"
         yield warning("beta", found, "leave it out, or use train.objective=grpo, in which it weighs the KL")
+    is_unbounded = facts.config.exchange.max_staleness is None and train.ratio_bound == Unbounded()
+    if train.objective.policy_gradient and is_unbounded:
+        found = f"train.objective={train.objective.name} learns little from old data, whose age has no bound"
+        yield warning("age", found, "set exchange.max_staleness, such as 8, or train by trajectory_balance")
 
 
 def check_chat_template(facts: Facts) -> Iterator[Finding]:

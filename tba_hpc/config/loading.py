@@ -158,6 +158,7 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
     if problem["type"] == "extra_forbidden":
         found = _foreign(problems) if model is Config and _elsewhere(names, problem["input"]) else ""
         found = found or (_in_a_section(names[-1]) if model is Config and len(names) < 3 else "")
+        found = found or (_nearly_elsewhere(names[-1]) if model is Config else "")
         return f"unknown {noun} key {key!r}{found or _nearest(names, section)}"
     if problem["type"] == "missing":
         by_option = f" or with --set {key}=…" if model is Config else ""
@@ -255,6 +256,16 @@ def _elsewhere(names: list[str], value: object) -> dict[str, list[str]]:
         if found:
             return {system: found}
     return {}
+
+
+def _nearly_elsewhere(name: str) -> str:
+    """Return the end of an error: our equivalent of the key of another system that is nearly ``name``."""
+    for system, about in elsewhere().items():
+        ours = {theirs: key for theirs, key, _ in about["keys"]}
+        if close := difflib.get_close_matches(name, ours, n=1, cutoff=0.9):
+            key = "without a counterpart" if ours[close[0]] == "nothing" else ours[close[0]]
+            return f": did you mean {system}'s {close[0]}? It is {key} here"
+    return ""
 
 
 def _in_a_section(name: str) -> str:

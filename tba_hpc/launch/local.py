@@ -443,6 +443,8 @@ def _attempt(
         LaunchDisplay(run, console=console) as display,
     ):
         code = _watch(run, world, asked, display)
+        if finished := code == 0 and run.finished and not (asked.stop or asked.kill):
+            log_event(run, "finished")  # before the display's last line
     _once_possible(run, config, asked, lambda: read_regular(run.config_file))
     if asked.kill:
         log_event(run, "aborted")
@@ -456,7 +458,8 @@ def _attempt(
         return 0
     # mpiexec returns 0 even if ranks were killed. Only a new summary shows that the leader came to its end.
     if code == 0 and (run.finished or _stamp(run.summary) not in (None, before)):
-        log_event(run, "finished" if run.finished else "stopped")
+        if not finished:
+            log_event(run, "finished" if run.finished else "stopped")
         return code
     return _explain(run, world, code, logs, config, oom_kills=oom_kills() - killed_before)
 

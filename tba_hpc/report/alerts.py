@@ -234,7 +234,8 @@ def rejected_rewards(view: View) -> Alert | None:
     return _alert(
         f"{rejected:,} trajectories ({_share(share)}) set aside without a reward",
         key=_reward_key(view),
-        why="their reward was not finite or the task's code raised, and what remains is a biased sample",
+        why="their reward was not finite, or the task's code raised an exception, which costs the whole "
+        "group; what remains is a biased sample",
         remedy="the searchers' logs name some of the prompts; fix the code of "
         f"{_reward_key(view)} or its data",
     )

@@ -60,7 +60,7 @@ def cells(monitor: RunMonitor) -> dict[str, str]:
     return {
         monitor.score_name: _scores(monitor, validation[-1:]),
         "test" if test[1:] else "test before": _scores(monitor, test[:1] + test[1:][-1:])
-        + (f" (step {test[-1].step})" if test[1:] and test[-1].step != monitor.step else ""),
+        + (f" (step {test[-1].step})" if test[1:] and test[-1].step < monitor.step else ""),
         **_right_and_ended([*test[:1], *validation, *test[1:]][-1:]),
         "perplexity": _perplexity(monitor.config, [*test[:1], *validation, *test[1:]]),
         "reward": _show(trends.latest("search/reward"), "{:.3f}"),

@@ -93,7 +93,7 @@ class Summary:
     @property
     def is_ahead(self) -> bool:
         """True if steps were done after the last evaluation of the test split."""
-        return self.score_after is not None and self.evaluated_step != self.steps
+        return self.score_after is not None and (self.evaluated_step or 0) < self.steps
 
 
 def summarise(run: RunDir) -> Summary:

@@ -81,11 +81,14 @@ class Jsonl(Rows[Fields]):
             )
         if train_file is None:
             raise ConfigError(f"the task {name} has no prompts: set task.train_file to a JSONL file")
-        self._needed = needed = set(re.findall(r"\{(\w+)\}", template))
+        self._rewards = make_rewards(reward)
+        self._functions = [one for one in self._rewards.values() if isinstance(one, Function)]
+        self._needed = set(re.findall(r"\{(\w+)\}", template))
+        fields = sorted(self._needed.union(*(function.needs for function in self._functions)))
         self._table = Table(
             sources=sources_of(train_file, test_file, {}),
             parse=self._checked,
-            wanted=f"a JSON object with the fields of task.options.template: {', '.join(sorted(needed))}",
+            wanted=f"a JSON object with the fields of task.options.template and rewards: {', '.join(fields)}",
             held_out=validation_prompts,
             key="task.options.validation_prompts",
             identity=self.identity,
@@ -98,8 +101,7 @@ class Jsonl(Rows[Fields]):
             name for section in reward.values() for name in re.findall(r"\{(\w+)\}", section.prompt or "")
         }
         self._weights = {name: section.weight for name, section in reward.items()}
-        self._rewards = make_rewards(reward)
-        if not any(isinstance(one, Function) for one in self._rewards.values()):
+        if not self._functions:
             self.longest_call = math.inf  # judges and programs have their own time limits
         self._template, self._target = template, target
         self._correct_from = correct_from
@@ -115,6 +117,7 @@ class Jsonl(Rows[Fields]):
         found = self._table.rows(split)
         for number, row in enumerate(found, start=1):
             self.require(row, f"row {number} of the {split} rows")
+        self._tell_blank(split, found)
         texts = [self.shown(row) for row in found]
         self._tell_left_out(split, found, texts)
         return [(text, as_text(row.get(self._target)), row) for row, text in zip(found, texts, strict=True)]
@@ -132,19 +135,28 @@ class Jsonl(Rows[Fields]):
         ]
         if lost:
             log.warning(
-                "the chat template leaves out %d of the messages of %s rows, such as %.60r of the role %r: "
+                "the chat template leaves out %d messages of %s rows, such as %.60r of the role %r: "
                 "put the text into a user's message, or set another chat_template in tokenizer_config.json",
                 *(len(lost), split, lost[0]["content"], lost[0]["role"]),
             )
 
     def require(self, row: Fields, line: str) -> None:
-        """Raise ConfigError if a row lacks a field that a reward function needs.
+        """Raise ConfigError if a row cannot be used at all. Subclasses check more than ``_checked`` does.
 
         line: what errors call the row.
         """
-        for reward in self._rewards.values():
-            if isinstance(reward, Function):
-                reward.require(row, line)
+
+    def _tell_blank(self, split: Split, rows: Sequence[Fields]) -> None:
+        """Log a warning if a field that a reward function needs is null or a blank text in some rows."""
+        for function in self._functions:
+            for name in function.needs:
+                blank = [n for n, row in enumerate(rows, 1) if not as_text(row[name]).strip()]
+                if blank:
+                    log.warning(
+                        "%s takes %r, which is null or blank in %d of %d %s rows, such as row %d: leave such "
+                        "rows out unless that is intended",
+                        *(function.key, name, len(blank), len(rows), split, blank[0]),
+                    )
 
     def identity(self, row: Fields) -> str:
         """Return a string that is equal for rows with the same question, whatever their spacing."""
@@ -178,10 +190,10 @@ class Jsonl(Rows[Fields]):
         return tokenizer
 
     def _checked(self, row: Fields) -> Fields:
-        """Return the row unchanged. Raises Unusable if it makes no prompt, or if a judge cannot use it.
+        """Return the row unchanged. Raises Unusable if it makes no prompt, or if a reward cannot use it.
 
         A field of the template must be a number, a text that is not blank, or the prompt's messages. A field
-        that a judge's prompt shows must not be null.
+        that a judge's prompt shows must not be null, and one that a function needs must be there.
         """
         lacking = [key for key, is_set in self._for_messages.items() if not is_set]
         for name in sorted(self._needed):
@@ -195,6 +207,8 @@ class Jsonl(Rows[Fields]):
         for name in sorted(self._judged & row.keys()):
             if row[name] is None:
                 raise Unusable(f"{name!r} is null, but the judge is to see it")
+        for function in self._functions:
+            function.require(row)
         return row
 
     def encode_question(self, text: str) -> np.ndarray:

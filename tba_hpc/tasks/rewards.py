@@ -30,6 +30,7 @@ from typing import Any
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.core.own_code import IN_TIME, OF_A_FILE, find_function, in_words, raised_at, where_is
 from tba_hpc.core.wording import did_you_mean
+from tba_hpc.tasks.fields import Unusable
 from tba_hpc.tasks.judge import Judge
 from tba_hpc.tasks.program import Program
 
@@ -98,7 +99,7 @@ class Function:
 
     def __init__(self, key: str, name: str) -> None:
         """Import the function ``name``, ``module:function``. key: config key of the reward, for errors."""
-        self._key = key
+        self.key = key
         self._call = find_function(key, name)
         try:
             parameters = list(inspect.signature(self._call).parameters.values())
@@ -106,24 +107,27 @@ class Function:
             parameters = []
         first = parameters[0].name if parameters else ""
         if first not in ("completion", "completions"):
+            of_trl = any(parameter.name == "completions" for parameter in parameters)
+            around = "; docs/coming-from.md has the lines to put around a function of TRL" if of_trl else ""
             raise ConfigError(
                 f"{key} takes {first or 'nothing'} first: call its first argument completion, for one text, "
-                "or completions, for a list of them"
+                f"or completions, for a list of them{around}"
             )
         self._together = first == "completions"
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._named = {p.name: p.default is p.empty for p in parameters[1:] if p.kind in _BY_NAME}
         self._first = first
 
-    def require(self, fields: Fields, line: str) -> None:
-        """Raise ConfigError if a row lacks a field that the function needs.
+    @property
+    def needs(self) -> list[str]:
+        """Names of the fields that every row must have."""
+        return [name for name, needed in self._named.items() if needed]
 
-        line: what errors call the row.
-        """
-        for name, needed in self._named.items():
-            if needed and name not in fields:
-                meant = did_you_mean(name, fields)
-                raise ConfigError(f"{self._key} takes {name!r}, which {line} lacks: {meant}")
+    def require(self, fields: Fields) -> None:
+        """Raise Unusable if a row lacks a field that the function needs."""
+        for name in self.needs:
+            if name not in fields:
+                raise Unusable(f"{self.key} takes {name!r}, which it lacks: {did_you_mean(name, fields)}")
 
     def try_on(self, fields: Fields, seconds: float = math.inf) -> None:
         """Call the function once with a row and empty completions, in a thread, as the scorer does.
@@ -143,28 +147,28 @@ class Function:
         error, signals, where = _tried(lambda: self([(fields, "")] * several), min(seconds, TRIAL_SECONDS))
         if where and seconds <= TRIAL_SECONDS:
             raise ConfigError(
-                f"{self._key} ran for {seconds:g} s on an empty completion, last at {where}: {IN_TIME}"
+                f"{self.key} ran for {seconds:g} s on an empty completion, last at {where}: {IN_TIME}"
             )
         if where:
             log.warning(
                 "%s still runs after %g s on an empty completion, at %s: after %g s a call is abandoned; %s",
-                *(self._key, TRIAL_SECONDS, where, seconds, IN_TIME),
+                *(self.key, TRIAL_SECONDS, where, seconds, IN_TIME),
             )
         if signals:
             raise ConfigError(
-                f"{self._key} handles signals, which only a main thread may, but rewards are computed in "
+                f"{self.key} handles signals, which only a main thread may, but rewards are computed in "
                 "another: time out in another way; with math_verify, call parse(…, parsing_timeout=None) and "
                 "verify(…, timeout_seconds=None)"
             )
         if isinstance(error, TypeError) and CALL_REFUSED.search(str(error)):
             raise ConfigError(
-                f"{self._key} raised {in_words(error)}, whatever the completion: correct its arguments"
+                f"{self.key} raised {in_words(error)}, whatever the completion: correct its arguments"
             )
         if isinstance(error, FileNotFoundError):
-            log.warning("%s %s on an empty completion: %s", self._key, raised_at(error), OF_A_FILE)
+            log.warning("%s %s on an empty completion: %s", self.key, raised_at(error), OF_A_FILE)
         elif error and not isinstance(error, NoNumberError):
             what = ONE_ROW if self._together else ONE_GROUP
-            log.warning("%s %s on empty completions: %s", self._key, raised_at(error), what)
+            log.warning("%s %s on empty completions: %s", self.key, raised_at(error), what)
         if self._together and longest >= several and error is None and not where:
             cut = {
                 name: value[: several - 1] if isinstance(value, SEQUENCES) else value
@@ -189,11 +193,11 @@ class Function:
         """Return the rewards of answers to one prompt."""
         found = self._call([text for _, text in answers], **self._fields(answers[0][0]))
         if isinstance(found, NO_LISTS) or not hasattr(found, "__iter__"):
-            raise NoNumberError(f"{self._key} gave {reprlib.repr(found)}, which is not a list of numbers")
+            raise NoNumberError(f"{self.key} gave {reprlib.repr(found)}, which is not a list of numbers")
         given = list(found)
         if len(given) != len(answers):
             raise CountError(
-                f"{self._key} gave {len(given)} numbers for {len(answers)} completions; {ONE_ROW}"
+                f"{self.key} gave {len(given)} numbers for {len(answers)} completions; {ONE_ROW}"
             )
         return [self._number(reward) for reward in given]
 
@@ -203,7 +207,7 @@ class Function:
                 return float(reward)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             pass
-        raise NoNumberError(f"{self._key} gave {reprlib.repr(reward)}, which is not a number")
+        raise NoNumberError(f"{self.key} gave {reprlib.repr(reward)}, which is not a number")
 
     def _fields(self, row: Fields) -> Fields:
         """Return copies of the fields that the function takes, since it may change a list or an object."""
