@@ -1,10 +1,13 @@
 """The start and the end of a sequence: begun as the model's tokenizer does by itself, never ended."""
 
+import json
 from pathlib import Path
 
 import pytest
 from tiny_models import make_random_model, make_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from tba_hpc.config import ConfigError
 from tba_hpc.learner.hf_model import load_policy, load_tokenizer, require_one_vocabulary
@@ -29,6 +32,53 @@ def test_a_prompt_begins_as_taught_and_does_not_end(template: str, first: list[i
         eos
     ):  # an end that the text itself has, as the last message of a chat, is the user's
         assert made.encode(f"12+3{eos}").tolist() == [*first, *plain, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "misread"),
+    [
+        ("PreTrainedTokenizerFast", "llama", False),
+        ("GPT2Tokenizer", "llama", True),
+        ("LlamaTokenizer", "llama", True),
+        ("PreTrainedTokenizerFast", "qwen2", False),
+    ],
+)
+def test_the_file_is_followed_where_transformers_misreads_it(
+    kind: str, model: str, misread: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pieces of bytes, one token a digit: GPT2Tokenizer joins digits, LlamaTokenizer loses spaces."""
+    pieces = Tokenizer(models.BPE())
+    pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<eos>"])
+    pieces.train_from_iterator(["In 2023 and 2023"] * 50, trainer)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    pieces.pre_tokenizer = pre_tokenizers.Sequence([digits, pieces.pre_tokenizer])
+    pieces.decoder = decoders.ByteLevel()
+    written = PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="<eos>")
+    written.chat_template = "{{ messages[0]['content'] }}<eos>"
+    written.save_pretrained(tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": kind}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model}))
+    text = "In 2023, f(10) \u00b2"
+    for folder in (tmp_path, tmp_path / "export"):
+        tokenizer = load_tokenizer(str(folder))
+        assert tokenizer.encode(text).tolist() == pieces.encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.encode_chat(text).tolist() == [*pieces.encode(text).ids, tokenizer.eos_token_id]
+        tokenizer.save(tmp_path / "export")
+    assert ["makes other tokens than its tokenizer.json" in said for said in caplog.messages] == [
+        True
+    ] * misread
+
+
+def test_a_tokenizer_of_a_few_words_is_loaded(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"<eos>": 0, "up": 1, "down": 2}))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert load_tokenizer(str(tmp_path)).encode("up down up").tolist() == [1, 2, 1]
 
 
 def test_a_chat_template_ends_where_the_answer_begins(tmp_path: Path) -> None:

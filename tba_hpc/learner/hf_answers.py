@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 import transformers
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from tba_hpc.config import Dtype
 from tba_hpc.core.types import Completion, Group, Request, Sampling, WeightUpdate
@@ -28,7 +28,6 @@ class HfAnswers:
         self.tokenizer: HfTokenizer = load_tokenizer(path)
         self.dtype: Dtype = dtype or stored_dtype(path)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._path = path
         self._model = load_policy(path, self.dtype).eval().to(self.device)
 
     def answer(
@@ -46,7 +45,7 @@ class HfAnswers:
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 generation_config=self._settings(sampling, samples, stop),
-                tokenizer=AutoTokenizer.from_pretrained(self._path) if stop else None,
+                tokenizer=self.tokenizer.wrapped if stop else None,
             )
         return [self._completion(row[len(tokens) :].cpu().numpy(), sampling) for row in rows]
 

@@ -24,7 +24,14 @@ from accelerate import init_empty_weights
 from jinja2.exceptions import TemplateError
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers import PreTrainedTokenizerBase as TransformersTokenizer
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import logging as transformers_logging
@@ -34,7 +41,7 @@ from tba_hpc.core.model_shapes import CHUNK_BYTES
 from tba_hpc.core.packing import Layout, Packed
 from tba_hpc.core.ports import Message
 from tba_hpc.core.wording import first_few
-from tba_hpc.learner.file_tokenizer import NO_END, REFUSES
+from tba_hpc.learner.file_tokenizer import NO_END, REFUSES, FileTokenizer
 from tba_hpc.learner.shared_prompts import ATTENTION, NO_MASK, gather
 
 log = logging.getLogger(__name__)
@@ -43,6 +50,9 @@ transformers_logging.disable_progress_bar()  # ranks write to logs
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Torch dtypes by their names in model.dtype."""
+
+SAMPLE = "In 2023, x != 1050: don't stop. def f(a): return 10*a"
+"""Text with which tokenizers are compared: words, numbers, code."""
 
 RESCALED_LOGITS = (
     *("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap"),
@@ -114,6 +124,11 @@ class HfTokenizer:
     def decode_whole(self, tokens: np.ndarray) -> str:
         return str(self._tokenizer.decode(tokens.tolist()))
 
+    @property
+    def wrapped(self) -> TransformersTokenizer:
+        """The tokenizer of transformers."""
+        return self._tokenizer
+
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files into an exported model folder."""
         self._tokenizer.save_pretrained(folder)
@@ -128,7 +143,31 @@ def load_tokenizer(path: str, key: str = "model.path", *, day: date | None = Non
     tokenizer = _from_pretrained(AutoTokenizer, path, key)
     if tokenizer.eos_token_id is None:
         raise ConfigError(NO_END.format(key=key, path=path))
+    if _is_misread(tokenizer, path):
+        log.warning(
+            "transformers reads the tokenizer of %s=%s as a %s, which makes other tokens than its "
+            "tokenizer.json; that file is followed",
+            *(key, path, type(tokenizer).__name__),
+        )
+        tokenizer = _from_pretrained(PreTrainedTokenizerFast, path, key)
     return HfTokenizer(tokenizer, tokenizer.eos_token_id, day)
+
+
+def _is_misread(tokenizer: TransformersTokenizer, path: str) -> bool:
+    """Return whether a tokenizer makes other tokens or texts than the model's tokenizer.json.
+
+    Since version 5 of transformers, some classes split text in their own way, whatever that file says, and
+    models may name a class that is not theirs (huggingface/transformers#45488).
+    """
+    own = FileTokenizer.find(path)
+    if own is None:
+        return False
+    try:
+        tokens = own.encode_rendered(SAMPLE)
+    except Exception:  # tokenizers raises no other kind if it lacks a word
+        return False
+    text = tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
+    return tokenizer.encode(SAMPLE, add_special_tokens=False) != tokens.tolist() or text != own.decode(tokens)
 
 
 def use_tensor_cores(device: torch.device) -> None:

@@ -46,8 +46,6 @@ def require_text(row: Mapping[str, object], name: str) -> None:
     if name not in row:
         raise Unusable(f"it lacks {name!r}; found {', '.join(row) or 'no field'}")
     value = row[name]
-    if value != value:  # NaN, which some libraries write for a missing value
-        raise Unusable(f"{name!r} is NaN")
     if isinstance(value, str) and not value.strip():
         raise Unusable(f"{name!r} is empty")
     if type(value) in KINDS:
