@@ -208,8 +208,8 @@ def verdict(run: RunDir, site: Site, split: Plan, hosts: Sequence[str], *, excha
     """
     log = "".join(log.read_text(errors="replace") for log in run.path.glob("slurm/job-*.log"))
     refused = [str(event["sentence"]) for event in read_events(run) if event["event"] == "refused"]
-    lines = refused or list(dict.fromkeys(TROUBLE.findall(log)))[:3]
-    trouble = first_note(run.attempt, "*") or "; ".join(lines)
+    lines = list(dict.fromkeys(TROUBLE.findall(log)))[:3]
+    trouble = first_note(run.attempt, "*") or "; ".join([*lines, *refused])
     trouble = trouble or "no error in its log"
     ranks, how = split.trainer.ranks + split.searcher.ranks, " ".join(["srun", *site.mpi_option])
     if len(hosts) == NODES:
