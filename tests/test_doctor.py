@@ -453,6 +453,14 @@ def test_what_slurm_says_twice_is_told_once() -> None:
         "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy\n"
     )
     assert "job: QOSMaxSubmitJobPerUserLimit; Job violates accounting/QOS policy; change" in limit
+    of_a_plugin = slurm.refusal(
+        "sbatch: error: \n"
+        "sbatch: error: Please give a project\n"
+        "sbatch: error: Please give a wall time\n"
+        "sbatch: error: Batch job submission failed: Unspecified error\n"
+    )
+    expected = "Slurm refused the job: Please give a project; Please give a wall time; Unspecified error"
+    assert of_a_plugin == expected, "lines of one program are all told"
 
 
 def test_a_lost_answer_is_no_refusal() -> None:
@@ -468,6 +476,9 @@ def test_a_lost_answer_is_no_refusal() -> None:
         "Submitted batch job 4711 on cluster slaking",
         "4711",  # of a site's own sbatch
         "auks_api: cred 5 added\n4711;slaking",
+        "Submitted batch job 4711\n42",
+        " 4711 ",
+        "Your job 4711 is in the queue",
     ],
 )
 def test_the_job_that_sbatch_names_is_the_one_submitted(
@@ -547,6 +558,9 @@ def test_when_slurm_would_start_a_job_is_told_without_its_other_lines(
     assert slurm.would_take("#!/bin/sh\n") == "Job 9 to start at noon on n1"
     _sbatch(tmp_path, "echo 'sbatch: allowed' >&2")
     assert slurm.would_take("#!/bin/sh\n") == "allowed"
+    _sbatch(tmp_path, "echo 'allocation failure: Socket timed out' >&2; exit 1")
+    with pytest.raises(slurm.SubmitError, match=r"^Slurm did not answer \(Socket timed out\): try again$"):
+        slurm.would_take("#!/bin/sh\n")
 
 
 # --- A machine ---

@@ -56,9 +56,9 @@ NEVER = (
 UNANSWERED = ("timed out", "zero bytes were transmitted", "unexpected message")
 """Words in Slurm's error message if it may have accepted a job, but its answer was lost."""
 
-JOB_ID = re.compile(r"Submitted batch job (\d+)|^(\d+)(?:;\S+)?$", re.MULTILINE)
-"""Pattern of sbatch's words on a submitted job. The sbatch of some sites prints the id alone, or other lines
-with numbers in them."""
+JOB_IDS = (r"Submitted batch job (\d+)", r"^\s*(\d+)(?:;\S+)?\s*$", r"(?i)\bjob (\d+)")
+"""Patterns of how sbatch names a submitted job; the first that matches counts. The sbatch of some sites prints
+the id alone, words of its own, or other lines with numbers in them."""
 
 YOURS = {
     "SBATCH_ACCOUNT": "--account",
@@ -116,8 +116,9 @@ class _Executor(SlurmExecutor):
     @staticmethod
     def _get_job_id_from_submission_command(string: str | bytes) -> str:
         said = string.decode(errors="replace") if isinstance(string, bytes) else string
-        if found := list(JOB_ID.finditer(said)):
-            return found[-1][1] or found[-1][2]
+        for pattern in JOB_IDS:
+            if found := re.findall(pattern, said, re.MULTILINE):
+                return str(found[-1])
         raise SubmitError(f"sbatch names no job ({first_words(said) or 'it printed nothing'}): {LOOK}")
 
     def _num_tasks(self) -> int:
@@ -133,16 +134,20 @@ def require_slurm() -> None:
         )
 
 
-def refusal(message: str) -> str:
+def refusal(message: str, *, test_only: bool = False) -> str:
     """Return a sentence with Slurm's error about a submission, and what to do about it if that is known.
 
-    message: output of sbatch.
+    message: output of sbatch. test_only: whether sbatch was only asked if Slurm would accept the job.
     """
-    errors = re.findall(r"(?:error|failure): (?:Batch job submission failed: )?(.*)", message)
-    # Lines that begin alike say the same: "invalid partition specified: x" and "Invalid partition name …".
-    by_beginning = {tuple(line.lower().split()[:2]): line for line in reversed(errors)}
-    said = "; ".join(reversed(by_beginning.values())) or message
+    found = re.findall(r"(?:error|failure): (Batch job submission failed: )?(.*\S)", message)
+    errors = list(dict.fromkeys(line for last, line in found if not last))
+    # Slurm's last line may repeat one of sbatch: "Invalid partition name …" "invalid partition specified: x".
+    begun = [line.lower().split()[:2] for line in errors]
+    errors += [line for last, line in found if last and line.lower().split()[:2] not in begun]
+    said = "; ".join(errors) or message
     if any(words in said.lower() for words in UNANSWERED):
+        if test_only:
+            return f"Slurm did not answer ({said}): try again"
         return f"Slurm did not answer ({said}), but may have accepted the job: {LOOK}"
     key = next((key for word, key in REMEDIES.items() if word in said.lower()), None)
     return f"Slurm refused the job: {said}" + (
@@ -176,7 +181,7 @@ def would_take(script: str) -> str:
     plain = {key: value for key, value in os.environ.items() if key not in foreign(script, os.environ)}
     done = subprocess.run(command, input=script, capture_output=True, text=True, env=plain)
     if done.returncode:
-        raise SubmitError(refusal(done.stderr))
+        raise SubmitError(refusal(done.stderr, test_only=True))
     said = [line.removeprefix("sbatch: ") for line in done.stderr.strip().splitlines()]
     return "; ".join(line for line in said if " to start at " in line) or "; ".join(said)
 
