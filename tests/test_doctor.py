@@ -547,7 +547,22 @@ def test_a_refusal_is_only_raised_and_not_printed(
     with pytest.raises(slurm.SubmitError, match=r"option\) qos"):
         slurm.refuse_impossible("#!/bin/sh\n")
     _sbatch(tmp_path, "echo 'sbatch: error: Job violates accounting/QOS policy' >&2; exit 1")
-    slurm.refuse_impossible("#!/bin/sh\n")  # it may fit later
+    assert slurm.refuse_impossible("#!/bin/sh\n") == ""  # it may fit later
+
+
+def test_a_job_that_waits_for_drained_nodes_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    _sbatch(tmp_path, "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1")
+    sinfo = tmp_path / "sinfo"
+    for listed in ("exit 1", "exit 0"):  # no answer, and no node is away
+        sinfo.write_text(f"#!/bin/sh\n{listed}\n")
+        sinfo.chmod(0o700)
+        with pytest.raises(slurm.SubmitError, match="node configuration"):
+            slurm.refuse_impossible("#!/bin/sh\n")
+    sinfo.write_text("#!/bin/sh\necho 'bad fan root 2026-11-30T01:43:39 node1'\n")
+    assert "are down or drained" in slurm.refuse_impossible("#!/bin/sh\n")
 
 
 def test_when_slurm_would_start_a_job_is_told_without_its_other_lines(

@@ -24,7 +24,7 @@ from tba_hpc.core.wording import first_words
 from tba_hpc.launch import LaunchError
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import write_atomic
-from tba_hpc.run.slurm_queue import active_job
+from tba_hpc.run.slurm_queue import SlurmError, active_job, ask
 
 REMEDIES = {
     "accounting/qos policy": "qos or time, ask for fewer --nodes, or wait for your other jobs",
@@ -43,8 +43,12 @@ REMEDIES = {
 }
 """Site key to change, by words in Slurm's error message. The first match counts."""
 
+UNAVAILABLE = "node configuration"
+"""Words of ``sbatch --test-only`` if no nodes have what a job requests. It ignores nodes that are down or
+drained, although sbatch accepts a job that waits for them."""
+
 NEVER = (
-    "node configuration",
+    UNAVAILABLE,
     "invalid partition",
     "invalid account",
     "invalid qos",
@@ -57,8 +61,8 @@ UNANSWERED = ("timed out", "zero bytes were transmitted", "unexpected message")
 """Words in Slurm's error message if it may have accepted a job, but its answer was lost."""
 
 JOB_IDS = (r"Submitted batch job (\d+)", r"^\s*(\d+)(?:;\S+)?\s*$", r"(?i)\bjob (\d+)")
-"""Patterns of how sbatch names a submitted job; the first that matches counts. The sbatch of some sites prints
-the id alone, words of its own, or other lines with numbers in them."""
+"""Patterns of how sbatch names a submitted job; the first that matches counts. The sbatch of some sites
+prints the id alone, words of its own, or other lines with numbers in them."""
 
 YOURS = {
     "SBATCH_ACCOUNT": "--account",
@@ -186,17 +190,29 @@ def would_take(script: str) -> str:
     return "; ".join(line for line in said if " to start at " in line) or "; ".join(said)
 
 
-def refuse_impossible(script: str) -> None:
+def refuse_impossible(script: str) -> str:
     """Raise SubmitError if the script requests what the cluster, or this user's account, does not have.
 
     Slurm would keep a het job with such a request in the queue for ever. Other reasons for a refusal are
-    ignored, since they may pass, such as a limit that the user's other jobs have reached.
+    ignored, since they may pass, such as a limit that the user's other jobs have reached. Returns "", or a
+    warning if only nodes that are down or drained may have what is requested.
     """
     try:
         would_take(script)
     except SubmitError as error:
+        if UNAVAILABLE in str(error).lower() and unavailable_nodes():
+            return "Slurm cannot say when the job starts: nodes for it are down or drained, or do not exist"
         if any(words in str(error).lower() for words in NEVER):
             raise
+    return ""
+
+
+def unavailable_nodes() -> str:
+    """Return sinfo's list of nodes that are down, drained or failing; "" for none or without an answer."""
+    try:
+        return ask("sinfo", "--noheader", "--list-reasons").strip()
+    except SlurmError:
+        return ""
 
 
 def submit(run: RunDir, script: str) -> str:
