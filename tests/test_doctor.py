@@ -534,6 +534,9 @@ def test_another_cluster_is_named_for_all_commands(
     found = list(slurm_checks.check_cluster(Facts(site=Site(sbatch_options=tuple(options)))))
     remedies = ["type 'export SLURM_CLUSTERS=big' instead, which all obey"]
     assert [finding.remedy for finding in found] == (remedies if warned else [])
+    if not asked:
+        site = Site(sbatch_options=tuple(options))
+        assert not list(slurm_checks.check_cluster(_facts(_asked(ClusterName="big"), site))), "this cluster"
 
 
 def test_a_refusal_is_only_raised_and_not_printed(
@@ -713,6 +716,9 @@ def test_shared_memory_holds_two_copies_of_the_weights() -> None:
 
 def test_memory_that_cuda_does_not_register_is_told() -> None:
     _says([machine.judge_registered_memory("some warning\ncudaError 0\n")], "ok", "at full speed")
+    _says([machine.judge_registered_memory("cudaError 0\na.py:1: UserWarning: old\n")], "ok", "at full speed")
+    late = "Command 'python' timed out after 60 seconds"
+    _says([machine.judge_registered_memory(late)], "warning", "does not register", late)
     _says([machine.judge_registered_memory("cudaError 801\n")], "warning", "(cudaError 801)", "three times")
     _says(
         [machine.judge_registered_memory("Traceback\nRuntimeError: no driver\n")],

@@ -225,6 +225,15 @@ def test_set_up_modules_and_activation_are_not_under_set_u(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("loaded", "status"), [("a:cuda/12.1:mpi", 0), ("cuda:mpi/5", 0), ("cudatoolkit:mpi", 2), ("", 2)]
+)
+def test_modules_that_are_loaded_may_have_a_status(loaded: str, status: int, tmp_path: Path) -> None:
+    site = Site(setup=(f"module() {{ export LOADEDMODULES={loaded}; false; }}",), modules=("cuda", "mpi"))
+    said = _surrounded(site, tmp_path, "echo at work", status)
+    assert (said == "at work\n") == (status == 0)
+
+
+@pytest.mark.parametrize(
     ("keys", "sentence"),
     [
         (

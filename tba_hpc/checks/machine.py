@@ -504,10 +504,11 @@ def check_registered_memory(facts: Facts) -> Iterator[Finding]:
 
 def judge_registered_memory(said: str) -> Finding:
     """Return the finding about registered memory. said: output of ``try_a_page``, or an error of torch."""
-    last = (said.splitlines() or ["no answer"])[-1]
+    answer = re.search(r"^cudaError \d+$", said, re.MULTILINE)  # warnings may come after it
+    last = answer[0] if answer else (said.splitlines() or ["no answer"])[-1]
     if last == "cudaError 0":
         return ok("registered memory", f"CUDA registers {SHM}: weights are copied at full speed")
-    if not last.startswith("cudaError "):
+    if not answer and "timed out after" not in last:
         remedy = "if LD_LIBRARY_PATH leads to other CUDA libraries than torch's own, unset it"
         return problem(GPUS, f"torch cannot use the GPUs ({last})", remedy)
     found = f"CUDA does not register {SHM} ({last}): copies of weights take three times as long, or more"

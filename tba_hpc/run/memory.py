@@ -31,7 +31,8 @@ def oom_kills(process: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/c
     """
     for _, controllers, group in _control_groups(process / "cgroup"):
         hierarchy, file = ("memory", "memory.oom_control") if controllers else ("", "memory.events")
-        for place in (groups / hierarchy / group.lstrip("/"), groups / hierarchy):  # the second in a container
+        top = groups / hierarchy  # in a container, this is its own group
+        for place in (top / group.lstrip("/"), top):
             with suppress(OSError):
                 if found := re.search(r"^oom_kill (\d+)$", (place / file).read_text(), re.MULTILINE):
                     return int(found[1])
