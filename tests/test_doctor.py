@@ -742,10 +742,11 @@ def test_packages_that_replace_those_of_the_environment_are_told(tmp_path: Path)
         package.mkdir(parents=True)
         (package / "__init__.py").touch()
     prefix = tmp_path / "env"
-    assert list(machine.judge_packages([own, home], prefix)) == []
-    assert list(machine.judge_packages([home], prefix)) == [], "where the environment has none, that is meant"
+    assert list(machine.judge_packages([own, home], prefix, own)) == []
+    assert list(machine.judge_packages([home], prefix, own)) == [], "the environment has none: that is meant"
+    assert list(machine.judge_packages([home, own], prefix, home)) == [], "all is installed in the home"
     words = f"torch of {home} would be used instead of those of {prefix}"
-    _says(machine.judge_packages([tmp_path, home, own], prefix), "warning", words, "PYTHONNOUSERSITE=1")
+    _says(machine.judge_packages([tmp_path, home, own], prefix, own), "warning", words, "PYTHONNOUSERSITE=1")
 
 
 def test_a_node_whose_name_leads_to_itself_alone_is_told() -> None:

@@ -371,7 +371,9 @@ CHECK='
         case $? in
             0) ! grep -qE "(^|, )(Yes|[1-9][0-9]*)(,|$)" <<< "$counts" || mark=? ;;
             10 | 15) mark=? ;;                 # no interrupts, a GPU fallen off the bus
-            18 | 255) mark=? ;;                # another driver than its library, an unknown error
+            18) mark=? ;;                      # another driver than its library
+            # An unknown error of a GPU. NVML also gives one if this step may not open the driver.
+            255) [[ $counts = *"initialize NVML"* ]] || mark=? ;;
             124) mark=? ;;                     # a hang
         esac                                   # other statuses: no driver, or this step sees no GPU
     fi
