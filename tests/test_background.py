@@ -443,11 +443,21 @@ def test_control_groups_of_version_1(tmp_path: Path) -> None:
     assert free_memory(tmp_path, tmp_path) == 550
 
 
-def test_kills_for_lack_of_memory_are_the_kernels_count(tmp_path: Path) -> None:
-    (tmp_path / "vmstat").write_text("pgfault 17\noom_kill 3\nunevictable_pgs_culled 5\n")
-    assert oom_kills(tmp_path / "vmstat") == 3
-    assert oom_kills(tmp_path / "of-an-older-kernel") == 0
-    assert oom_kills() >= 0
+def test_kills_for_lack_of_memory_are_those_of_the_process_own_control_group(tmp_path: Path) -> None:
+    process, groups = tmp_path / "process", tmp_path / "groups"
+    assert oom_kills(process, groups) == 0, "no control groups"
+    process.mkdir()
+    (process / "cgroup").write_text("0::/job_7/step_0\n")
+    assert oom_kills(process, groups) == 0, "as in the outermost group"
+    group(groups / "job_7/step_0", memory_events="low 0\noom 4\noom_kill 3\noom_group_kill 0")
+    group(groups / "job_8", memory_events="oom_kill 5")  # of another program
+    assert oom_kills(process, groups) == 3
+    (process / "cgroup").write_text("0::/\n")
+    group(groups, memory_events="oom_kill 2")
+    assert oom_kills(process, groups) == 2, "in a container"
+    (process / "cgroup").write_text("3:memory:/docker/f00\n0::/\n")
+    group(groups / "memory", memory_oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 7")
+    assert oom_kills(process, groups) == 7, "version 1, in a container"
 
 
 def test_without_limits_the_machine_counts(tmp_path: Path) -> None:

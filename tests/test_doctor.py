@@ -453,6 +453,14 @@ def test_what_slurm_says_twice_is_told_once() -> None:
         "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy\n"
     )
     assert "job: QOSMaxSubmitJobPerUserLimit; Job violates accounting/QOS policy; change" in limit
+    of_a_plugin = slurm.refusal(
+        "sbatch: error: \n"
+        "sbatch: error: Please give a project\n"
+        "sbatch: error: Please give a wall time\n"
+        "sbatch: error: Batch job submission failed: Unspecified error\n"
+    )
+    expected = "Slurm refused the job: Please give a project; Please give a wall time; Unspecified error"
+    assert of_a_plugin == expected, "lines of one program are all told"
 
 
 def test_a_lost_answer_is_no_refusal() -> None:
@@ -468,6 +476,9 @@ def test_a_lost_answer_is_no_refusal() -> None:
         "Submitted batch job 4711 on cluster slaking",
         "4711",  # of a site's own sbatch
         "auks_api: cred 5 added\n4711;slaking",
+        "Submitted batch job 4711\n42",
+        " 4711 ",
+        "Your job 4711 is in the queue",
     ],
 )
 def test_the_job_that_sbatch_names_is_the_one_submitted(
@@ -523,6 +534,9 @@ def test_another_cluster_is_named_for_all_commands(
     found = list(slurm_checks.check_cluster(Facts(site=Site(sbatch_options=tuple(options)))))
     remedies = ["type 'export SLURM_CLUSTERS=big' instead, which all obey"]
     assert [finding.remedy for finding in found] == (remedies if warned else [])
+    if not asked:
+        site = Site(sbatch_options=tuple(options))
+        assert not list(slurm_checks.check_cluster(_facts(_asked(ClusterName="big"), site))), "this cluster"
 
 
 def test_a_refusal_is_only_raised_and_not_printed(
@@ -536,7 +550,22 @@ def test_a_refusal_is_only_raised_and_not_printed(
     with pytest.raises(slurm.SubmitError, match=r"option\) qos"):
         slurm.refuse_impossible("#!/bin/sh\n")
     _sbatch(tmp_path, "echo 'sbatch: error: Job violates accounting/QOS policy' >&2; exit 1")
-    slurm.refuse_impossible("#!/bin/sh\n")  # it may fit later
+    assert slurm.refuse_impossible("#!/bin/sh\n") == ""  # it may fit later
+
+
+def test_a_job_that_waits_for_drained_nodes_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    _sbatch(tmp_path, "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1")
+    sinfo = tmp_path / "sinfo"
+    for listed in ("exit 1", "exit 0"):  # no answer, and no node is away
+        sinfo.write_text(f"#!/bin/sh\n{listed}\n")
+        sinfo.chmod(0o700)
+        with pytest.raises(slurm.SubmitError, match="node configuration"):
+            slurm.refuse_impossible("#!/bin/sh\n")
+    sinfo.write_text("#!/bin/sh\necho 'bad fan root 2026-11-30T01:43:39 node1'\n")
+    assert "are down or drained" in slurm.refuse_impossible("#!/bin/sh\n")
 
 
 def test_when_slurm_would_start_a_job_is_told_without_its_other_lines(
@@ -547,6 +576,9 @@ def test_when_slurm_would_start_a_job_is_told_without_its_other_lines(
     assert slurm.would_take("#!/bin/sh\n") == "Job 9 to start at noon on n1"
     _sbatch(tmp_path, "echo 'sbatch: allowed' >&2")
     assert slurm.would_take("#!/bin/sh\n") == "allowed"
+    _sbatch(tmp_path, "echo 'allocation failure: Socket timed out' >&2; exit 1")
+    with pytest.raises(slurm.SubmitError, match=r"^Slurm did not answer \(Socket timed out\): try again$"):
+        slurm.would_take("#!/bin/sh\n")
 
 
 # --- A machine ---
@@ -684,6 +716,9 @@ def test_shared_memory_holds_two_copies_of_the_weights() -> None:
 
 def test_memory_that_cuda_does_not_register_is_told() -> None:
     _says([machine.judge_registered_memory("some warning\ncudaError 0\n")], "ok", "at full speed")
+    _says([machine.judge_registered_memory("cudaError 0\na.py:1: UserWarning: old\n")], "ok", "at full speed")
+    late = "Command 'python' timed out after 60 seconds"
+    _says([machine.judge_registered_memory(late)], "warning", "does not register", late)
     _says([machine.judge_registered_memory("cudaError 801\n")], "warning", "(cudaError 801)", "three times")
     _says(
         [machine.judge_registered_memory("Traceback\nRuntimeError: no driver\n")],
@@ -707,10 +742,11 @@ def test_packages_that_replace_those_of_the_environment_are_told(tmp_path: Path)
         package.mkdir(parents=True)
         (package / "__init__.py").touch()
     prefix = tmp_path / "env"
-    assert list(machine.judge_packages([own, home], prefix)) == []
-    assert list(machine.judge_packages([home], prefix)) == [], "where the environment has none, that is meant"
+    assert list(machine.judge_packages([own, home], prefix, own)) == []
+    assert list(machine.judge_packages([home], prefix, own)) == [], "the environment has none: that is meant"
+    assert list(machine.judge_packages([home, own], prefix, home)) == [], "all is installed in the home"
     words = f"torch of {home} would be used instead of those of {prefix}"
-    _says(machine.judge_packages([tmp_path, home, own], prefix), "warning", words, "PYTHONNOUSERSITE=1")
+    _says(machine.judge_packages([tmp_path, home, own], prefix, own), "warning", words, "PYTHONNOUSERSITE=1")
 
 
 def test_a_node_whose_name_leads_to_itself_alone_is_told() -> None:

@@ -225,6 +225,15 @@ def test_set_up_modules_and_activation_are_not_under_set_u(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("loaded", "status"), [("a:cuda/12.1:mpi", 0), ("cuda:mpi/5", 0), ("cudatoolkit:mpi", 2), ("", 2)]
+)
+def test_modules_that_are_loaded_may_have_a_status(loaded: str, status: int, tmp_path: Path) -> None:
+    site = Site(setup=(f"module() {{ export LOADEDMODULES={loaded}; false; }}",), modules=("cuda", "mpi"))
+    said = _surrounded(site, tmp_path, "echo at work", status)
+    assert (said == "at work\n") == (status == 0)
+
+
+@pytest.mark.parametrize(
     ("keys", "sentence"),
     [
         (
@@ -453,7 +462,7 @@ allocated() { case ${1:-} in 0) echo node2 ;; 1) seq -f node%g 3 4 ;; *) seq -f 
 lines() { tr , '\\n' <<< "$1"; }
 scontrol() { if [ $2 = hostnames ]; then lines "$3"; else lines "$3" | sort | paste -sd,; fi; }
 timeout() { shift 3; "$@"; }
-srun() { echo x >> "$RUN/sruns"; printf '%s\\n' node2 node4; }
+srun() { echo x >> "$RUN/sruns"; printf 'checked %s\\n' node2 node4; }
 tba() { printf '%s|' "${@//$'\\n'/ }" >> "$RUN/asked"; echo >> "$RUN/asked"; echo noise; echo "$ANSWER"; }
 TBA=(tba)
 """
@@ -714,6 +723,7 @@ def test_elastic_searchers_are_an_array_of_jobs_with_as_many_as_fit_a_node(
         ("echo 'GPU is lost'; exit 15", "?"),
         ("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", "?"),
         ("echo 'Unable to determine the device handle for GPU 0000:BA:00.0: Unknown Error'; exit 255", "?"),
+        ("echo 'Failed to initialize NVML: Unknown Error'; exit 255", ""),
         ("rm \"$RUN/config.yaml\"; echo '1, No'", "!"),
     ],
 )

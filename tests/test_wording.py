@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tba_hpc.config import parse_config
-from tba_hpc.core.wording import count, printable, without_fail
+from tba_hpc.core.wording import count, drop_lost_output, printable, without_fail
 from tba_hpc.report.tables import Indented, Terminal, print_lines, print_rows, print_values
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.notes import Exit
@@ -108,3 +108,11 @@ def run_tba(words: str, *more: str, stdout: Any, **environment: str) -> subproce
         encoding="latin-1",
         env=os.environ | environment,
     )
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_output_that_was_closed_before_the_start_changes_no_status(
+    closed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, closed, None)  # as Python does after >&-
+    drop_lost_output()

@@ -395,13 +395,15 @@ def check_packages(facts: Facts) -> Iterator[Finding]:
     are not checked.
     """
     if not facts.in_container and login_python(facts.site) == sys.executable:
-        yield from judge_packages([Path(folder) for folder in sys.path if folder], Path(sys.prefix))
+        folders = [Path(folder) for folder in sys.path if folder]
+        yield from judge_packages(folders, Path(sys.prefix), Path(__file__).parents[2])
 
 
-def judge_packages(folders: Sequence[Path], prefix: Path) -> Iterator[Finding]:
+def judge_packages(folders: Sequence[Path], prefix: Path, own: Path) -> Iterator[Finding]:
     """Yield a finding about each folder with packages that come before those of the environment.
 
-    folders: where Python looks for packages, in order. prefix: folder of the environment.
+    folders: where Python looks for packages, in order. prefix: folder of the environment. own: folder in
+    which tba-hpc itself is installed. Its packages are meant, as after ``pip install --user``.
     """
     before: dict[Path, list[str]] = {}
     for name in VERSIONED:
@@ -410,6 +412,7 @@ def judge_packages(folders: Sequence[Path], prefix: Path) -> Iterator[Finding]:
         ]
         if not first.is_relative_to(prefix) and any(other.is_relative_to(prefix) for other in others):
             before.setdefault(first, []).append(name)
+    before.pop(own, None)
     for folder, names in before.items():
         found = f"{', '.join(names)} of {folder} would be used instead of those of {prefix}"
         remedy = "unset PYTHONPATH, or set PYTHONNOUSERSITE=1 if the folder is in your home"
@@ -504,10 +507,11 @@ def check_registered_memory(facts: Facts) -> Iterator[Finding]:
 
 def judge_registered_memory(said: str) -> Finding:
     """Return the finding about registered memory. said: output of ``try_a_page``, or an error of torch."""
-    last = (said.splitlines() or ["no answer"])[-1]
+    answer = re.search(r"^cudaError \d+$", said, re.MULTILINE)  # warnings may come after it
+    last = answer[0] if answer else (said.splitlines() or ["no answer"])[-1]
     if last == "cudaError 0":
         return ok("registered memory", f"CUDA registers {SHM}: weights are copied at full speed")
-    if not last.startswith("cudaError "):
+    if not answer and "timed out after" not in last:
         remedy = "if LD_LIBRARY_PATH leads to other CUDA libraries than torch's own, unset it"
         return problem(GPUS, f"torch cannot use the GPUs ({last})", remedy)
     found = f"CUDA does not register {SHM} ({last}): copies of weights take three times as long, or more"

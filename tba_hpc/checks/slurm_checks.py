@@ -72,7 +72,8 @@ def check_cluster(facts: Facts) -> Iterator[Finding]:
     """Check that squeue and scancel will ask the cluster to which sbatch sends the job."""
     options = [match[1] for option in facts.site.sbatch_options if (match := CLUSTERS.match(option))]
     named = (options or [os.environ.get("SBATCH_CLUSTERS", "")])[-1]
-    if named and os.environ.get("SLURM_CLUSTERS") != named:
+    here = os.environ.get("SLURM_CLUSTERS") or (facts.slurm and facts.slurm.settings.get("ClusterName"))
+    if named and here != named:
         found = f"jobs go to the cluster {named} (--clusters), but squeue, scontrol and scancel ask this one"
         yield warning("cluster", found, f"type 'export SLURM_CLUSTERS={named}' instead, which all obey")
 

@@ -116,8 +116,10 @@ def _check(submission: Submission, found: dict[Path, list[Finding]]) -> Ready:
     ready = Ready(
         submission=submission, site=site, config=config, split=split, run=run, warnings=warnings, after=after
     )
-    if new and not is_done(run, config):
-        slurm.refuse_impossible(ready.script())
+    if new and not is_done(run, config) and (doubt := slurm.refuse_impossible(ready.script())):
+        remedy = "compare the site file with sinfo -N -o '%N %T %c %m %G'; if no node fits, type tba stop"
+        found[submission.config].append(warning("nodes", doubt, remedy))
+        warnings.append(found[submission.config][-1])
     return ready
 
 

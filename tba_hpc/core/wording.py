@@ -38,7 +38,7 @@ def drop_lost_output() -> None:
 
     Otherwise the interpreter would try again at its end, fail, and change the exit status.
     """
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if it was closed before Python started
         try:
             stream.flush()
         except OSError:

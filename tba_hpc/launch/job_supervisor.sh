@@ -48,10 +48,14 @@ in the site file, or write out what it stands for"
     done
 }
 
-# load_modules NAME…: load environment modules, or end the job if that fails.
+# load_modules NAME…: load environment modules, or end the job if that fails. Some modules are loaded although the
+# command's status is not 0, because a command of theirs has failed.
 load_modules() {
-    module load "$@" || refuse "module load $* fails on $HERE, see the log of the job: correct the site key modules, or \
-make the command module available under setup"
+    module load "$@" && return       # before any `local`, which would hide variables that modules set
+    local name loaded=yes
+    for name; do [[ :${LOADEDMODULES:-}: = *:"$name"[:/]* ]] || loaded=''; done
+    [ -n "$loaded" ] || refuse "module load $* fails on $HERE, see the log of the job: correct the site key modules, \
+make the command module available under setup, or load the modules there"
 }
 
 # enter_venv FOLDER: activate a virtual environment, or end the job if there is none.
@@ -367,7 +371,9 @@ CHECK='
         case $? in
             0) ! grep -qE "(^|, )(Yes|[1-9][0-9]*)(,|$)" <<< "$counts" || mark=? ;;
             10 | 15) mark=? ;;                 # no interrupts, a GPU fallen off the bus
-            18 | 255) mark=? ;;                # another driver than its library, an unknown error
+            18) mark=? ;;                      # another driver than its library
+            # An unknown error of a GPU. NVML also gives one if this step may not open the driver.
+            255) [[ $counts = *"initialize NVML"* ]] || mark=? ;;
             124) mark=? ;;                     # a hang
         esac                                   # other statuses: no driver, or this step sees no GPU
     fi

@@ -515,7 +515,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config, *, oom_kills: int) -> int:
     """Print why the ranks ended with status ``code``; return the exit status of the run.
 
-    oom_kills: number of processes of this machine that were killed for lack of memory meanwhile.
+    oom_kills: number of processes of this control group killed for lack of memory meanwhile.
     """
     refused = refusal(logs)
     text = refused or first_note(logs, "failed") or failure(logs, world, code, config.launch.trainers)

@@ -24,7 +24,7 @@ from tba_hpc.core.wording import first_words
 from tba_hpc.launch import LaunchError
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import write_atomic
-from tba_hpc.run.slurm_queue import active_job
+from tba_hpc.run.slurm_queue import SlurmError, active_job, ask
 
 REMEDIES = {
     "accounting/qos policy": "qos or time, ask for fewer --nodes, or wait for your other jobs",
@@ -43,8 +43,12 @@ REMEDIES = {
 }
 """Site key to change, by words in Slurm's error message. The first match counts."""
 
+UNAVAILABLE = "node configuration"
+"""Words of ``sbatch --test-only`` if no nodes have what a job requests. It ignores nodes that are down or
+drained, although sbatch accepts a job that waits for them."""
+
 NEVER = (
-    "node configuration",
+    UNAVAILABLE,
     "invalid partition",
     "invalid account",
     "invalid qos",
@@ -56,9 +60,9 @@ NEVER = (
 UNANSWERED = ("timed out", "zero bytes were transmitted", "unexpected message")
 """Words in Slurm's error message if it may have accepted a job, but its answer was lost."""
 
-JOB_ID = re.compile(r"Submitted batch job (\d+)|^(\d+)(?:;\S+)?$", re.MULTILINE)
-"""Pattern of sbatch's words on a submitted job. The sbatch of some sites prints the id alone, or other lines
-with numbers in them."""
+JOB_IDS = (r"Submitted batch job (\d+)", r"^\s*(\d+)(?:;\S+)?\s*$", r"(?i)\bjob (\d+)")
+"""Patterns of how sbatch names a submitted job; the first that matches counts. The sbatch of some sites
+prints the id alone, words of its own, or other lines with numbers in them."""
 
 YOURS = {
     "SBATCH_ACCOUNT": "--account",
@@ -116,8 +120,9 @@ class _Executor(SlurmExecutor):
     @staticmethod
     def _get_job_id_from_submission_command(string: str | bytes) -> str:
         said = string.decode(errors="replace") if isinstance(string, bytes) else string
-        if found := list(JOB_ID.finditer(said)):
-            return found[-1][1] or found[-1][2]
+        for pattern in JOB_IDS:
+            if found := re.findall(pattern, said, re.MULTILINE):
+                return str(found[-1])
         raise SubmitError(f"sbatch names no job ({first_words(said) or 'it printed nothing'}): {LOOK}")
 
     def _num_tasks(self) -> int:
@@ -133,16 +138,20 @@ def require_slurm() -> None:
         )
 
 
-def refusal(message: str) -> str:
+def refusal(message: str, *, test_only: bool = False) -> str:
     """Return a sentence with Slurm's error about a submission, and what to do about it if that is known.
 
-    message: output of sbatch.
+    message: output of sbatch. test_only: whether sbatch was only asked if Slurm would accept the job.
     """
-    errors = re.findall(r"(?:error|failure): (?:Batch job submission failed: )?(.*)", message)
-    # Lines that begin alike say the same: "invalid partition specified: x" and "Invalid partition name …".
-    by_beginning = {tuple(line.lower().split()[:2]): line for line in reversed(errors)}
-    said = "; ".join(reversed(by_beginning.values())) or message
+    found = re.findall(r"(?:error|failure): (Batch job submission failed: )?(.*\S)", message)
+    errors = list(dict.fromkeys(line for last, line in found if not last))
+    # Slurm's last line may repeat one of sbatch: "Invalid partition name …" "invalid partition specified: x".
+    begun = [line.lower().split()[:2] for line in errors]
+    errors += [line for last, line in found if last and line.lower().split()[:2] not in begun]
+    said = "; ".join(errors) or message
     if any(words in said.lower() for words in UNANSWERED):
+        if test_only:
+            return f"Slurm did not answer ({said}): try again"
         return f"Slurm did not answer ({said}), but may have accepted the job: {LOOK}"
     key = next((key for word, key in REMEDIES.items() if word in said.lower()), None)
     return f"Slurm refused the job: {said}" + (
@@ -176,22 +185,34 @@ def would_take(script: str) -> str:
     plain = {key: value for key, value in os.environ.items() if key not in foreign(script, os.environ)}
     done = subprocess.run(command, input=script, capture_output=True, text=True, env=plain)
     if done.returncode:
-        raise SubmitError(refusal(done.stderr))
+        raise SubmitError(refusal(done.stderr, test_only=True))
     said = [line.removeprefix("sbatch: ") for line in done.stderr.strip().splitlines()]
     return "; ".join(line for line in said if " to start at " in line) or "; ".join(said)
 
 
-def refuse_impossible(script: str) -> None:
+def refuse_impossible(script: str) -> str:
     """Raise SubmitError if the script requests what the cluster, or this user's account, does not have.
 
     Slurm would keep a het job with such a request in the queue for ever. Other reasons for a refusal are
-    ignored, since they may pass, such as a limit that the user's other jobs have reached.
+    ignored, since they may pass, such as a limit that the user's other jobs have reached. Returns "", or a
+    warning if only nodes that are down or drained may have what is requested.
     """
     try:
         would_take(script)
     except SubmitError as error:
+        if UNAVAILABLE in str(error).lower() and unavailable_nodes():
+            return "Slurm cannot say when the job starts: nodes for it are down or drained, or do not exist"
         if any(words in str(error).lower() for words in NEVER):
             raise
+    return ""
+
+
+def unavailable_nodes() -> str:
+    """Return sinfo's list of nodes that are down, drained or failing; "" for none or without an answer."""
+    try:
+        return ask("sinfo", "--noheader", "--list-reasons").strip()
+    except SlurmError:
+        return ""
 
 
 def submit(run: RunDir, script: str) -> str:

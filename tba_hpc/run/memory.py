@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -22,23 +23,34 @@ def free_memory(process: Path = Path("/proc/self"), groups: Path = Path("/sys/fs
     return min([psutil.virtual_memory().available, *_left_by_groups(process / "cgroup", groups)])
 
 
-def oom_kills(counters: Path = Path("/proc/vmstat")) -> int:
-    """Return how many processes of this machine the kernel has killed for lack of memory since it started.
+def oom_kills(process: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many processes of this process's control group the kernel has killed for lack of memory.
 
-    Kills for the limit of a control group, such as that of a container or a Slurm job, are included.
-    counters: the kernel's counters, with lines ``oom_kill 3``. Returns 0 if it does not count them.
+    Those of groups inside it are included, and other programs of the machine are not. Returns 0 if the kernel
+    does not count them, as in the outermost group. process, groups: as in ``free_memory``.
     """
-    found = re.search(r"^oom_kill (\d+)$", counters.read_text(), re.MULTILINE) if counters.exists() else None
-    return int(found[1]) if found else 0
+    for _, controllers, group in _control_groups(process / "cgroup"):
+        hierarchy, file = ("memory", "memory.oom_control") if controllers else ("", "memory.events")
+        top = groups / hierarchy  # in a container, this is its own group
+        for place in (top / group.lstrip("/"), top):
+            with suppress(OSError):
+                if found := re.search(r"^oom_kill (\d+)$", (place / file).read_text(), re.MULTILINE):
+                    return int(found[1])
+    return 0
+
+
+def _control_groups(listing: Path) -> list[list[str]]:
+    """Return number, controllers and path of each control group of a process that controls its memory."""
+    lines = listing.read_text().splitlines() if listing.exists() else []
+    return [line.split(":", 2) for line in lines if line.split(":", 2)[1] in ("", "memory")]
 
 
 def _left_by_groups(listing: Path, groups: Path) -> Iterator[int]:
     """Yield the bytes left in each limited control group of the process; Slurm sets a limit for each job."""
-    for line in listing.read_text().splitlines() if listing.exists() else []:
-        _, controllers, group = line.split(":", 2)
-        hierarchy, *names = V1 if controllers == "memory" else V2
+    for _, controllers, group in _control_groups(listing):
+        hierarchy, *names = V1 if controllers else V2
         place = groups / hierarchy / group.lstrip("/")
-        for folder in (place, *place.parents) if controllers in ("", "memory") else ():
+        for folder in (place, *place.parents):
             yield from _left(folder, *names)
 
 
