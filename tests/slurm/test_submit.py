@@ -230,6 +230,20 @@ def test_a_refusal_is_slurms_own_message_and_the_site_key(
     assert slurm_queue.active_job(run) is None
 
 
+def test_a_job_waits_for_drained_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    run, script = _run(tmp_path, _site())
+    nodes = ",".join(cluster.run("sinfo", "--noheader", "--Node", "--format=%N").split())
+    cluster.run("scontrol", "update", f"NodeName={nodes}", "State=DRAIN", "Reason=test")
+    try:
+        assert "are down or drained" in slurm.refuse_impossible(script)
+        job = slurm.submit(run, script)
+        cluster.run("scancel", job)
+    finally:
+        cluster.run("scontrol", "update", f"NodeName={nodes}", "State=RESUME")
+    states = ("sinfo", "--noheader", "--Node", "--format=%t")
+    cluster.until(lambda: {*cluster.run(*states).split()} == {"idle"}, "the nodes", 30)
+
+
 # --- How a job goes on ---
 
 
