@@ -1042,6 +1042,10 @@ def test_a_module_beside_the_config_is_found_from_any_folder_and_kept(tmp_path: 
         "run", "deep/config.yaml", "--dry-run", "--set", "task.reward={j: {url: 'http://127.0.0.1:9/'}}"
     )
     assert away.returncode == 2 and "refused): start the judge first" in away.stderr, away
+    settings = tmp_path / "m/config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"num_experts": 4}))
+    told = do("run", "deep/config.yaml", "--dry-run", "--set", "model.lora={}")
+    assert told.returncode == 0 and "# warning: model.lora does not adapt the 4 experts" in told.stdout, told
     assert do("run", "deep/config.yaml", "--dry-run").returncode == 0
     run = Path(do("create", "deep/config.yaml").stdout.strip())
     assert (run / "modules/beside.py").read_text() == (here / "beside.py").read_text()
