@@ -128,7 +128,7 @@ def run(
 ) -> None:
     """Train on this machine, from the start or from where the run stopped."""
     from tba_hpc.checks.facts import Facts, refuse
-    from tba_hpc.checks.lists import RUN, START
+    from tba_hpc.checks.lists import FILES, RUN, START
     from tba_hpc.launch import local
     from tba_hpc.report.notify import notified, require_addresses
     from tba_hpc.report.tables import Terminal
@@ -143,7 +143,7 @@ def run(
     if not done:
         refuse_owned(run_dir)
         facts = Facts(config=resolved, beside=modules.folder_of(config))
-        warnings = refuse(RUN if dry_run else START, facts)
+        warnings = refuse([*FILES, *(RUN if dry_run else START)], facts)
         said = [f"warning: {warning.sentence}" for warning in warnings]
         said += filter(None, [consequences(run_dir, resolved), resume_notice(run_dir)])
     if dry_run:

@@ -250,6 +250,7 @@ def test_what_goes_wrong_is_said_in_one_sentence_first(words: str, wrong: Case) 
         case({"search/rejected": lambda step: step // 4}),  # 40 of 16,000
         case({"staleness/mean": lambda step: step / 2}),  # drawn evenly from a growing buffer
         case({"staleness/mean": lambda step: step - 1.0}, exchange={"max_staleness": 100}),
+        case({"staleness/mean": lambda step: 0.8 * step}, train={"steps": 10 * STEPS}),  # the first tenth
         case({"staleness/mean": lambda step: abs(step - 40.0)}),  # a replay of all at once
         case({"train/better_log_weight": always(-4.0)}, SOLVED),
         case({}, evaluated({10: 0.9, 20: 0.82, 40: 0.93})),  # a sag
@@ -279,6 +280,19 @@ def test_the_first_wait_of_an_attempt_is_not_judged_before_a_minute_and_20_steps
     assert alerted_at(range(51, 120), 0.5) == []  # 35 s
     trends.take({"event": "resumed", "step": 100})
     assert alerted_at(range(101, 125), 9.0) == [*range(120, 125)]
+    trends.take({"event": "resumed", "step": 124})
+    assert alerted_at(range(125, 140), 300.0) == [*range(130, 140)]  # half an hour is enough
+
+
+def test_the_time_of_an_attempt_is_known_though_a_point_of_a_curve_has_64_steps() -> None:
+    trends = Trends()
+    trends.take({"event": "started", "step": 0})
+    for step in range(1, 9001):
+        trends.take({"step": step, "time/step_seconds": 9.0})
+    trends.take({"event": "resumed", "step": 8970})
+    for step in range(8971, 8991):
+        trends.take({"step": step, "time/step_seconds": 9.0})
+    assert trends.attempt_seconds == pytest.approx(180)
 
 
 def test_a_handful_of_equal_groups_before_training_is_no_alert() -> None:

@@ -388,6 +388,9 @@ def test_a_chat_model_is_asked_by_the_template_and_its_last_number_counts(
         ("{'reward': -0.5, 'steps': 4}", -0.5),
         ('[{"score": 3}, {"score": 4}], in all 7', 7),
         ('{"scores": [1, 2]}', 2),
+        ('3 of 4 steps are right.\n```json\n{"score": 7, "max": 10}\n```\n', 7),
+        ('{"score": 7}\n3 of 4 steps are right.', 7),
+        ('It claims {"score": 10} for itself. Rating: 2', 2),
     ],
 )
 def test_of_eight_out_of_ten_a_judge_gave_eight(said: str, number: float) -> None:
@@ -402,6 +405,8 @@ def test_of_eight_out_of_ten_a_judge_gave_eight(said: str, number: float) -> Non
         ({"message": {"content": "Of the 3 steps all are right: 9"}, "finish_reason": "stop"}, 9),
         ({"message": {"content": None, "reasoning_content": "3?"}}, math.nan),
         ({"message": {"content": "<think>3 or 4?</think>Good."}}, math.nan),
+        ({"message": {"content": "3 or 4? </think> Rating: 8"}}, 8),
+        ({"message": {"content": "Rating: 3, since the completion lacks </think>."}}, 3),
         (
             {"message": {"content": [{"type": "thinking", "thinking": "3?"}, {"type": "text", "text": "8"}]}},
             8,
@@ -1037,6 +1042,10 @@ def test_a_module_beside_the_config_is_found_from_any_folder_and_kept(tmp_path: 
         "run", "deep/config.yaml", "--dry-run", "--set", "task.reward={j: {url: 'http://127.0.0.1:9/'}}"
     )
     assert away.returncode == 2 and "refused): start the judge first" in away.stderr, away
+    settings = tmp_path / "m/config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"num_experts": 4}))
+    told = do("run", "deep/config.yaml", "--dry-run", "--set", "model.lora={}")
+    assert told.returncode == 0 and "# warning: model.lora does not adapt the 4 experts" in told.stdout, told
     assert do("run", "deep/config.yaml", "--dry-run").returncode == 0
     run = Path(do("create", "deep/config.yaml").stdout.strip())
     assert (run / "modules/beside.py").read_text() == (here / "beside.py").read_text()

@@ -81,6 +81,18 @@ def test_a_tokenizer_of_a_few_words_is_loaded(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path)).encode("up down up").tolist() == [1, 2, 1]
 
 
+def test_a_token_for_unknown_words_is_no_sign_of_a_misread_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1, "In": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>")
+    made.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert load_tokenizer(str(tmp_path)).encode("In time").tolist() == [2, 1]
+    assert not caplog.messages
+
+
 def test_a_chat_template_ends_where_the_answer_begins(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(128)
     tokenizer.chat_template = "{% for m in messages %}U:{{ m.content }}\n{% endfor %}A:"

@@ -39,6 +39,9 @@ WAIT_SECONDS = 60.0
 """Time for which an attempt must have trained before the trainer's waits are judged, s. Each attempt begins
 with a wait."""
 
+LONG_SECONDS = 600.0
+"""Time after which waits are judged even if an attempt has trained for fewer than EARLY_STEPS, s."""
+
 HUGE = 1e6
 """Absolute mean reward above which rewards explain why a loss or gradient norm is not finite."""
 
@@ -442,7 +445,8 @@ def first_samples(view: View) -> Alert | None:
     """
     trends, ages = view.trends, view.values("staleness/mean")
     age = trends.curves["staleness/mean"].mean
-    if age is None or trends.steps < EARLY_STEPS or view.config.exchange.max_staleness is not None:
+    early = max(EARLY_STEPS, view.config.train.steps // 5)  # the buffer's first completions prevail a while
+    if age is None or trends.steps < early or view.config.exchange.max_staleness is not None:
         return None
     if age <= 0.35 * trends.steps or ages[0] > age:  # ages fall in a replay of all shards at once
         return None
@@ -553,7 +557,8 @@ def waiting_trainer(view: View) -> Alert | None:
     share = view.values("train/wait_share")[-1:]
     if not share or share[0] <= 0.5 or view.synchronous or slow_reward(view):  # a slow reward explains it
         return None
-    if view.trends.steps - view.trends.begun < EARLY_STEPS or view.trends.attempt_seconds < WAIT_SECONDS:
+    steps, seconds = view.trends.steps - view.trends.begun, view.trends.attempt_seconds
+    if seconds < WAIT_SECONDS or steps < (EARLY_STEPS if seconds < LONG_SECONDS else LEAST_POINTS):
         return None
     return _alert(
         f"trainer has waited {_share(share[0])} of its time",

@@ -221,9 +221,8 @@ class Trends:
 
     @property
     def attempt_seconds(self) -> float:
-        """Wall time of the present attempt's steps, in seconds."""
-        points = self.curves["time/step_seconds"].points
-        return sum(point.value * point.weight for point in points if point.step >= self.begun)
+        """Approximate wall time of the present attempt's steps, in seconds, if all were like the newest."""
+        return (self.curves["time/step_seconds"].latest or 0.0) * (self.steps - self.begun)
 
     def trend(self, name: str) -> list[Point]:
         """Return at most TREND_POINTS points of a metric, ordered by step."""

@@ -66,6 +66,9 @@ FIELD = re.compile(
 )
 """Pattern of a JSON field with a rating."""
 
+JSON_FIRST_OR_LAST = re.compile(r"\A\s*(?:```\w*\s*)?\{|\}\s*(?:```\s*)?\Z")
+"""Pattern of a text that begins or ends with a JSON object, perhaps between fences."""
+
 
 class Reply(NamedTuple):
     """Reply of a judge. wait: Retry-After, the number of seconds after which to ask again; 0 if not given."""
@@ -219,16 +222,19 @@ def _rating_of(choice: Mapping[str, Any]) -> float:
     if choice.get("finish_reason") == "length":
         return math.nan
     text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-    return rating(answer_in(text))
+    found = rating(answer_in(text))
+    is_quoted = math.isnan(found) and not text.lstrip().startswith("<think>")  # the tag, after the rating
+    return rating(text) if is_quoted else found
 
 
 def rating(text: str) -> float:
     """Return the last number in the text of a judge; NaN if there is none. 8/10 and 8 out of 10 are 8.
 
-    If the text has exactly one JSON field named score, rating or reward, its number counts instead.
+    If the text begins or ends with a JSON object, and has exactly one JSON field named score, rating or
+    reward, that field's number counts instead. JSON within a sentence may only be quoted.
     """
     text = text.replace("\N{MINUS SIGN}", "-")
-    if len(fields := FIELD.findall(text)) == 1:
+    if JSON_FIRST_OR_LAST.search(text) and len(fields := FIELD.findall(text)) == 1:
         return float(fields[0].replace(",", ""))
     for said in (SCALE.sub(" ", text), text):
         numbers = NUMBER.findall(BEST.sub(r"\1", said))
