@@ -51,9 +51,10 @@ def require_same_prompts(run: RunDir, prompts: Mapping[Split, Sequence[Prompt]])
         others = np.append(np.flatnonzero(before[:both] != now[:both]), np.arange(both, len(before)))
         if split == "train" and len(others):
             raise ConfigError(
-                f"{len(others)} of {len(before)} training prompts that {run.path} began with have changed, "
-                f"the first of them prompt {others[0]}: put the data back, or start another run (run.name); "
-                f"to go on with the new data, delete {file}; a changed prompt then loses its old completions"
+                f"{len(others)} of {len(before)} training prompts that {run.path} began with have changed "
+                "(the data, or how this version of tba reads them), the first of them prompt "
+                f"{others[0]}: put the data back, or start another run (run.name); to go on with the new "
+                f"data, delete {file}; a changed prompt then loses its old completions"
             )
         since = "since the run's last start"
         if split == "train":
