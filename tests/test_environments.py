@@ -687,6 +687,20 @@ def test_a_question_is_put_in_the_template_if_that_has_room_for_one_text(
     assert f"<|im_start|>user\n{shown}<|im_end|>" in text
 
 
+def test_a_question_may_be_a_whole_row(own: Path) -> None:
+    tokenizer = make_tokenizer("hermes")
+    task = make_task(own, tokenizer, "Till", {"coins": 1})
+    prompt = task.question('{"prompt": "1+1?", "coins": 3}')
+    assert "<|im_start|>user\n1+1?<|im_end|>" in tokenizer._tokenizer.decode(prompt.tokens.tolist())
+    assert task.row(prompt)["coins"] == 3
+    with pytest.raises(
+        ConfigError, match=r"'coins', which the question lacks: .* {\"prompt\": \"…\", \"coins\""
+    ):
+        task.question("1+1?")
+    with pytest.raises(ConfigError, match="the question cannot be used as a row: it lacks 'prompt'"):
+        task.question('{"coins": 3}')
+
+
 def test_a_row_may_bring_tools_that_its_environment_answers_by_step(own: Path) -> None:
     schema = {"type": "function", "function": {"name": "look", "parameters": {}}}
     task = make_task(

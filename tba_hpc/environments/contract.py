@@ -126,7 +126,10 @@ class Contract:
         """Raise ConfigError if a row lacks a field that ``reset`` needs. line: what errors call the row."""
         lacking = [name for name, needed in self._named.items() if needed and name not in {**row, "seed": 0}]
         if lacking:
-            raise ConfigError(f"{self._key}: reset() takes {lacking[0]!r}, which {line} lacks: add the field")
+            raise ConfigError(
+                f"{self._key}: reset() takes {lacking[0]!r}, which {line} lacks: add the field, as in "
+                f'{{"prompt": "…", "{lacking[0]}": …}}'
+            )
 
     def fields(self, row: Mapping[str, object], seed: int) -> dict[str, object]:
         """Return the arguments of ``reset``: fields of the row, and ``seed`` unless the row has one.
