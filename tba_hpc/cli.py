@@ -549,7 +549,12 @@ def evaluate(
 def ask(
     what: Subject,
     question: Annotated[
-        str, typer.Argument(metavar="QUESTION", help="A question; it is formatted like the task's prompts.")
+        str,
+        typer.Argument(
+            metavar="QUESTION",
+            help="A question; it is formatted like the task's prompts. For environments and agents also a "
+            "whole row, as JSON.",
+        ),
     ],
     config: TaskConfig = None,
     overrides: Overrides = None,

@@ -510,6 +510,7 @@ def test_in_evaluations_a_program_may_state_how_training_samples(stage: Callable
         ({"logprobs": True}, "logprobs must be False: change it, or leave it out"),
         ({"n": 2}, "n must be 1: change it, or leave it out"),
         ({"tool_choice": "required"}, "tool_choice must be 'auto' or 'none': change it, or leave it out"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty must be 0: change it, or leave it out"),
         ({"temperature": 0.5}, "temperature=0.5, but the run samples with 1: leave it out"),
     ],
 )

@@ -320,6 +320,17 @@ def test_what_sets_trajectories_aside_is_where_their_reward_comes_from() -> None
         assert alert.short.endswith(f"set aside without a reward (see {key})") and key in alert.sentence
 
 
+def test_what_an_earlier_start_set_aside_is_told_as_such() -> None:
+    searcher = SearcherDigest(0)
+    said = []
+    for rejected in (7, 0, 2):
+        searcher.take({"event": "started"})
+        searcher.take({"search/version": 0, "search/trajectories": 0, "search/rejected": rejected})
+        said += [alert.short.partition(" (see")[0] for alert in alerts(searcher.trends, config(), [])]
+    aside = "trajectories (100 %) set aside without a reward"
+    assert said == [f"7 {aside}", f"7 {aside}, none since the last start", f"9 {aside}"]
+
+
 def test_answers_that_a_judge_could_not_judge_are_counted() -> None:
     """In the last evaluation; a task without rewards has none for any answer."""
     last = SOLVED[-1]
@@ -484,3 +495,10 @@ def test_what_is_set_aside_counts_over_all_attempts() -> None:
         searcher.take({"event": "started"})
         searcher.take({"search/version": 0, "search/trajectories": 0, "search/rejected": 7})
     assert (trends.skipped, trends.rejected, trends.last_skip) == (5, 14, 5)
+
+
+def test_a_slow_program_is_named_before_more_searchers() -> None:
+    waits = {"train/wait_share": always(0.7)}
+    assert "Raise launch.searchers" in alerted(waits)[0]
+    (sentence,) = alerted(waits, task={"name": "agent", "options": {"command": ["python", "a.py"]}})
+    assert "Make the program start faster" in sentence and "or raise launch.searchers" in sentence

@@ -13,11 +13,12 @@ from tiny_models import make_random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typed import tba
 
-from tba_hpc.commands.ask import Asked, Reply, ask, print_answers
+from tba_hpc.commands.ask import Asked, Reply, _text, ask, print_answers
 from tba_hpc.config import ConfigError, parse_config
-from tba_hpc.core.types import Completion, Sampling
+from tba_hpc.core.types import BEGIN, Completion, Sampling
 from tba_hpc.learner.hf_answers import HfAnswers
 from tba_hpc.learner.hf_model import load_tokenizer
+from tba_hpc.report.samples.show import SEQUENCE
 from tba_hpc.run.directory import RunDir
 from tba_hpc.tasks import make_task
 
@@ -188,11 +189,21 @@ def test_a_task_with_an_environment_answers_in_turns(
     assert len(set(seeds)) == 4
 
 
+def test_sequences_of_an_episode_are_told_apart() -> None:
+    logprobs = np.array([-1, np.nan, BEGIN, -1], np.float32)
+    answer = Completion(np.arange(4, dtype=np.int32), logprobs, "stop")
+    text = _text(answer, lambda tokens: "".join(map(str, tokens)))
+    assert text == f"01\n{SEQUENCE}\n23"
+
+
 def test_an_answer_whose_environment_failed_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     reply = Reply("", False, 1, failed=True, fault="it is shut")
     print_answers(Asked("m", "float32", "cpu", "1+1?", 0.0, 8, [reply], 1.0))
     assert "[…its environment failed: it is shut]" in capsys.readouterr().out
     print_answers(Asked("m", "float32", "cpu", "1+1?", 0.0, 8, [Reply("", False, 1, failed=True)], 1.0))
     assert "[…its environment failed]" in capsys.readouterr().out, "it gave NaN"
+    cut = Reply("1", True, 1, reward=0.5)
+    print_answers(Asked("m", "float32", "cpu", "1+1?", 0.0, 8, [cut], 1.0))
+    assert "1 […cut off] [reward 0.5]" in capsys.readouterr().out
     print_answers(Asked("m", "float32", "cpu", "1+1?", 0.0, 8, [Reply(" \n", False, 1)], 1.0))
     assert "(no text: the model ended at once)" in capsys.readouterr().out

@@ -138,6 +138,18 @@ class Roles:
 class Idle:
     def reset(self): ...
 
+class Built(Idle):
+    def __init__(self, size): ...
+
+class GymReset(Guess):
+    def reset(self, **row):
+        return "a room", {}
+
+class GymStep(Guess):
+    def reset(self, **row): ...
+    def step(self, messages):
+        return "No.", 0.0, False, False, {}
+
 class Seeded(Till):
     def reset(self, seed, bad): ...
 
@@ -298,6 +310,7 @@ def test_calls_are_found(text: str, calls: list[Call | str]) -> None:
         ("Nobody", "no function 'Nobody' in that module"),
         ("size", "is not an environment"),
         ("Idle", "offers the model nothing to do"),
+        ("Built", r"its constructor gets no arguments \(missing a required argument: 'size'\)"),
         ("Odd", "the type hints of its tool ask cannot be understood"),
         ("Hook", "the type hints of its tool hook cannot be understood"),
         ("Rest", "its tool rest must be a method whose arguments can be given by name"),
@@ -685,6 +698,34 @@ def test_a_question_is_put_in_the_template_if_that_has_room_for_one_text(
     task = make_task(own, tokenizer, "Bad", row, template=template)
     text = tokenizer._tokenizer.decode(task.question("1+1?").tokens.tolist())
     assert f"<|im_start|>user\n{shown}<|im_end|>" in text
+
+
+@pytest.mark.parametrize(
+    ("world", "fault"),
+    [
+        ("GymReset", "reset() must return a text or None, but gave a tuple"),
+        ("GymStep", "step() must return (messages, done, reward), but gave 5 values"),
+    ],
+)
+def test_an_environment_of_gymnasium_is_told_what_to_return(
+    stage: Callable[..., Stage], world: str, fault: str
+) -> None:
+    (one,) = stage(world, ["So."], {}).play().completions
+    assert one.reward is not None and np.isnan(one.reward) and fault in one.fault
+
+
+def test_a_question_may_be_a_whole_row(own: Path) -> None:
+    tokenizer = make_tokenizer("hermes")
+    task = make_task(own, tokenizer, "Till", {"coins": 1})
+    prompt = task.question('{"prompt": "1+1?", "coins": 3}')
+    assert "<|im_start|>user\n1+1?<|im_end|>" in tokenizer._tokenizer.decode(prompt.tokens.tolist())
+    assert task.row(prompt)["coins"] == 3
+    with pytest.raises(
+        ConfigError, match=r"'coins', which the question lacks: .* {\"prompt\": \"…\", \"coins\""
+    ):
+        task.question("1+1?")
+    with pytest.raises(ConfigError, match="the question cannot be used as a row: it lacks 'prompt'"):
+        task.question('{"coins": 3}')
 
 
 def test_a_row_may_bring_tools_that_its_environment_answers_by_step(own: Path) -> None:

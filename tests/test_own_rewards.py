@@ -341,7 +341,7 @@ def serving(answer: Any) -> Iterator[Server]:
         thread.join()
 
 
-def chat(text: str) -> dict[str, Any]:
+def chat(text: str | None) -> dict[str, Any]:
     return {"choices": [{"message": {"content": text}}]}
 
 
@@ -425,6 +425,21 @@ def test_a_message_comes_in_parts_too_and_one_that_was_cut_off_rates_nothing(
 def test_a_judge_that_gives_no_number_is_quoted(said: Any) -> None:
     with serving(lambda n, body: (200, said)) as server, pytest.raises(JudgeError, match="holds no reward"):
         Judge("r", RewardSection(url=server.url))([({}, "a")])
+
+
+@pytest.mark.parametrize("said", ["The answer is good.", None])
+def test_a_judge_without_numbers_is_quoted_by_its_key(
+    own: Path, caplog: pytest.LogCaptureFixture, said: str | None
+) -> None:
+    """In a warning about the trial, since it may only decline an empty text; then in an error."""
+    with serving(lambda n, body: (200, chat(said))) as server:
+        section = {"url": server.url, "model": "m", "prompt": "{completion}"}
+        task = make(own, {"judge": section})
+        task.try_rewards()
+        assert f"answered {str(said)!r} (finish_reason None) about an empty completion" in caplog.text
+        sentence = rf"judge: .* gave 2 answers without a number, at last {str(said)!r}"
+        with pytest.raises(JudgeError, match=sentence):
+            task.rewards(task.prompts("train")[0], [completion("a"), completion("b")])
 
 
 def test_a_plain_judge_gets_the_row_and_answers_with_a_number(own: Path) -> None:
@@ -689,14 +704,16 @@ def test_a_judge_that_is_away_or_refuses_is_named_before_the_start(
         task = make(own, {"judge": {"url": server.url}})
         task.try_rewards()
         assert server.asked[0][1] == {**ROWS[0], "completion": ""}
-        with pytest.raises(ConfigError, match=r"judge\.url=.* gave no answer \(status 401, '1'\): start"):
+        with pytest.raises(
+            ConfigError, match=r"judge\.url=.* gave no answer \(status 401, '1'\): set .*\.key_variable"
+        ):
             task.try_rewards()
         task.try_rewards()  # it is there, and takes no empty completion
         assert [said.rpartition(" did ")[2] for said in caplog.messages] == [
             "not judge an empty completion (status 422, '1')"
         ]
         for status in (307, 405):  # it has moved; its page takes no POST
-            with pytest.raises(ConfigError, match=rf"gave no answer \(status {status}, '1'\): start"):
+            with pytest.raises(ConfigError, match=rf"gave no answer \(status {status}, '1'\): correct url"):
                 task.try_rewards()
     with pytest.raises(ConfigError, match=r"refused\): start the judge first"):
         task.try_rewards()  # it has gone

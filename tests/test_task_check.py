@@ -277,6 +277,14 @@ def test_a_program_that_cannot_start_is_refused_where_it_would_run(
         check(config)
 
 
+def test_a_missing_program_is_found_before_the_tokenizer_is_loaded(folder: Path) -> None:
+    """A busy machine may take longer for that than the check may."""
+    config = config_of(folder, name="agent", train_file="r.jsonl", options={"command": ["python", "q.py"]})
+    model = config.model.model_copy(update={"path": "nobody/nothing"})
+    with pytest.raises(ConfigError, match=r"task\.options\.command: there is no file q\.py"):
+        check(config.model_copy(update={"model": model}))
+
+
 def test_the_doctor_looks_at_the_rows_of_a_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "r.jsonl").write_text('{"prompt": "Half \\ud83d"}\n')
     (folder / "r.py").write_text("def right(completion): return 1.0")

@@ -28,11 +28,14 @@ from tba_hpc.core.prompts import prompt_room, refuse_few_prompts, refuse_long_pr
 from tba_hpc.core.types import Prompt
 from tba_hpc.core.wording import print_in_any_encoding
 from tba_hpc.engine.hf_backend import own_backend
+from tba_hpc.environments.agent import COMMAND
 from tba_hpc.learner.file_tokenizer import FileTokenizer
 from tba_hpc.run import modules
 from tba_hpc.run.notes import Exit
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.jsonl import Jsonl
+from tba_hpc.tasks.program import find_word, require_program
+from tba_hpc.tasks.rewards import reward_key
 from tba_hpc.tasks.rows import Rows
 
 log = logging.getLogger("tba_hpc.checks.task_check")  # not "__main__"
@@ -47,7 +50,8 @@ def check(config: Config, *, try_rewards: bool = False) -> None:
     _require_folder(config.model.path)
     if isinstance(config.train.objective, OwnObjective) and find_spec("torch"):  # its module may import torch
         find_function(f"train.objective={config.train.objective.name}", config.train.objective.name)
-    tokenizer = _tokenizer(config)
+    _require_programs(config, here=try_rewards)
+    tokenizer = _tokenizer(config)  # may take long, after which the check is given up
     if tokenizer is None:
         return
     if is_chat(config) and getattr(tokenizer, "has_chat", False):
@@ -122,6 +126,21 @@ def _tokenizer(config: Config) -> Tokenizer | None:
 
         return load_tokenizer(path)
     return FileTokenizer.find(path)
+
+
+def _require_programs(config: Config, *, here: bool) -> None:
+    """Raise ConfigError if a script of a program that the config names does not exist.
+
+    here: whether this machine must also be able to start the programs.
+    """
+    rewards = config.task.reward
+    commands = [(f"{reward_key(rewards, name)}.program", one.program or ()) for name, one in rewards.items()]
+    if config.task.name == "agent" and isinstance(command := config.task.options.get("command"), list):
+        commands.append((COMMAND, tuple(map(str, command))))
+    for key, words in commands:
+        found = [find_word(key, word) for word in words]
+        if here and found:
+            require_program(key, found)
 
 
 def _require_fetched(config: Config, remedy: str) -> None:

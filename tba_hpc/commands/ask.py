@@ -1,6 +1,7 @@
 """``tba ask``: asks a run's model, or any other model, a question and prints the answers.
 
-The model runs in transformers, which is ready sooner than an engine. The answers are not scored.
+The model runs in transformers, which is ready sooner than an engine. It scores no answers, but
+environments and programs may.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from tba_hpc.core.ports import Task, Tokenizer, Victim
 from tba_hpc.core.types import Completion, Group, Request, Sampling
 from tba_hpc.core.wording import count
 from tba_hpc.evaluate.target import find_target, refuse_missing
+from tba_hpc.report.samples.show import SEQUENCE
 from tba_hpc.report.tables import Indented, Terminal
 from tba_hpc.tasks import make_task
 
@@ -36,7 +38,8 @@ class Reply:
     """Answer of the model.
 
     truncated: whether a limit of tokens or turns ended it. tokens: number of tokens, including the
-    end-of-sequence token. failed: whether the task's environment failed. fault: its error, or "".
+    end-of-sequence token. failed: whether the task's environment failed. fault: its error, or "". reward: the
+    one that the environment or program gave; None if it gave none.
     """
 
     text: str
@@ -44,6 +47,7 @@ class Reply:
     tokens: int
     failed: bool = False
     fault: str = ""
+    reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +81,9 @@ def ask(
 ) -> Asked:
     """Load a model and let it answer a question. The config's seed (0 without a config) fixes the answers.
 
-    name: a run directory, or a model's folder or hub name. config: for such a model, the config with its
-    task. overrides: settings ``key=value`` for this config or the run's. samples: number of answers.
+    name: a run directory, or a model's folder or hub name. question: a text; for a task with conversations it
+    may be a row as JSON. config: for such a model, the config with its task. overrides: settings
+    ``key=value`` for this config or the run's. samples: number of answers.
     temperature: 0 for greedy answers; None: 0 for a single answer, and as in training for several.
     max_tokens: longest answer; None: as in training. chat: whether to use the chat template; None: as the
     task does or, without a task, if the model has a template.
@@ -121,7 +126,7 @@ def ask(
         prompt=decode(tokens),
         temperature=temperature,
         max_tokens=sampling.max_tokens,
-        replies=[_reply(decode(answer.tokens), answer) for answer in answers],
+        replies=[_reply(_text(answer, decode), answer) for answer in answers],
         seconds=time.monotonic() - began,
     )
 
@@ -129,7 +134,14 @@ def ask(
 def _reply(text: str, answer: Completion) -> Reply:
     """Describe a completion, whose text is ``text``. A reward of NaN means that the environment failed."""
     failed = answer.reward is not None and math.isnan(answer.reward)
-    return Reply(text, answer.finish_reason != "stop", len(answer.tokens), failed, answer.fault)
+    reward = None if failed else answer.reward
+    return Reply(text, answer.finish_reason != "stop", len(answer.tokens), failed, answer.fault, reward)
+
+
+def _text(answer: Completion, decode: Callable[[np.ndarray], str]) -> str:
+    """Return a completion's text, with a line before each further sequence of an agent's episode."""
+    parts = np.split(answer.tokens, np.flatnonzero(answer.begin_T))
+    return f"\n{SEQUENCE}\n".join(map(decode, parts))
 
 
 def _load(name: str, config: Path | None, overrides: list[str]) -> tuple[Config | None, HfAnswers]:
@@ -188,10 +200,11 @@ def print_answers(asked: Asked, *, as_json: bool = False) -> None:
     console = Terminal()
     console.print(Text(asked.prompt.strip("\n"), style="dim"))
     for reply in asked.replies:
-        fault = f" […its environment failed{reply.fault and f': {reply.fault}'}]"
-        end = fault if reply.failed else " […cut off]" if reply.truncated else ""
-        text = f"{reply.text.strip()}{end}".strip() or "(no text: the model ended at once)"
-        console.print(Indented(Text(text)))
+        fault = f"[…its environment failed{reply.fault and f': {reply.fault}'}]"
+        end = fault if reply.failed else "[…cut off]" if reply.truncated else ""
+        said = reply.text.strip() or ("" if end else "(no text: the model ended at once)")
+        reward = "" if reply.reward is None else f"[reward {reply.reward:g}]"
+        console.print(Indented(Text(" ".join(filter(None, (said, end, reward))))))
     console.print(Text(_how(asked), style="dim"))
 
 

@@ -178,6 +178,7 @@ class Task(ABC):
     def question(self, text: str) -> Prompt:
         """Return the prompt of a conversation about a question that a user asks by ``tba ask``.
 
+        text: the question, or a JSON object with the fields of a row.
         Only called if ``converse`` returns another generator than it was given.
         """
         raise NotImplementedError

@@ -45,6 +45,9 @@ from tba_hpc.environments.chat import Call, Message, parse_calls
 NO_TOOLS = ("reset", "get_reward", "step")
 """Public methods of an environment that are not tools."""
 
+STEP_RESULT = ("messages", "done", "reward")
+"""What ``step`` returns."""
+
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 ERROR = "error:"
@@ -72,6 +75,7 @@ class Contract:
         found = dict(inspect.getmembers(self.make, inspect.isfunction))
         if not inspect.isclass(self.make) or "reset" not in found:
             raise ConfigError(f"{self._key} is not an environment: give a class with a method reset()")
+        self._require_constructor()
         names = [name for name in found if not name.startswith("_") and name not in NO_TOOLS]
         self.tools: dict[str, TypeAdapter[Any]] = {}
         self.schemas: list[dict[str, Any]] = []
@@ -95,6 +99,17 @@ class Contract:
             raise
         except (Exception, SystemExit) as error:
             raise ConfigError(f"{self._key}: prepare() raised {in_words(error)}: correct it") from error
+
+    def _require_constructor(self) -> None:
+        try:
+            inspect.signature(self.make).bind()
+        except ValueError:  # it is compiled, and has no signature
+            pass
+        except TypeError as error:
+            raise ConfigError(
+                f"{self._key}: its constructor gets no arguments ({error}): give them defaults, and take "
+                "fields of the row in reset()"
+            ) from None
 
     def _require_arguments_by_name(self, name: str) -> None:
         method = inspect.getattr_static(self.make, name)
@@ -126,7 +141,10 @@ class Contract:
         """Raise ConfigError if a row lacks a field that ``reset`` needs. line: what errors call the row."""
         lacking = [name for name, needed in self._named.items() if needed and name not in {**row, "seed": 0}]
         if lacking:
-            raise ConfigError(f"{self._key}: reset() takes {lacking[0]!r}, which {line} lacks: add the field")
+            raise ConfigError(
+                f"{self._key}: reset() takes {lacking[0]!r}, which {line} lacks: add the field, as in "
+                f'{{"prompt": "…", "{lacking[0]}": …}}'
+            )
 
     def fields(self, row: Mapping[str, object], seed: int) -> dict[str, object]:
         """Return the arguments of ``reset``: fields of the row, and ``seed`` unless the row has one.
@@ -187,6 +205,8 @@ class Session:
         """Make and reset the environment; return the text that it adds to the prompt, or None."""
         self._environment = self.contract.make()
         text = _result_of(self._environment.reset(**self.contract.fields(self.row, self.seed)))
+        if isinstance(text, tuple | list | dict):
+            raise TypeError(f"reset() must return a text or None, but gave a {type(text).__name__}")
         return None if text is None else str(text)
 
     def act(self, text: str, messages: Sequence[Message]) -> tuple[list[Message], bool]:
@@ -203,7 +223,11 @@ class Session:
             return results, False
         if not self.contract.has_step:
             return [], True
-        answers, done, reward = _result_of(self._environment.step(list(messages)))
+        given = _result_of(self._environment.step(list(messages)))
+        if not isinstance(given, tuple | list) or len(given) != len(STEP_RESULT):
+            found = f"{len(given)} values" if isinstance(given, tuple | list) else type(given).__name__
+            raise TypeError(f"step() must return ({', '.join(STEP_RESULT)}), but gave {found}")
+        answers, done, reward = given
         self._sum = (self._sum or 0.0) + float(reward or 0.0)
         if isinstance(answers, str):
             answers = [{"role": "user", "content": answers}]

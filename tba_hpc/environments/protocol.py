@@ -38,7 +38,6 @@ def _joined(content: Any) -> str:
 
 Text = Annotated[str, BeforeValidator(_joined)]
 Limit = Annotated[int, Field(ge=1)]
-Zero = Annotated[float, Field(ge=0, le=0)]
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1)]],
     BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
@@ -90,8 +89,8 @@ class ChatRequest(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     n: Literal[1] = 1
-    frequency_penalty: Zero = 0.0
-    presence_penalty: Zero = 0.0
+    frequency_penalty: Literal[0] = 0
+    presence_penalty: Literal[0] = 0
     logprobs: Literal[False] = False
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: Literal[True] = True

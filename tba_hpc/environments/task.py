@@ -8,13 +8,16 @@ which it has arguments.
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal, cast, get_args
 
 import numpy as np
 from pydantic import Field
 
+from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import Generator, Message, Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Request, Split
 from tba_hpc.environments.chat import Chat
@@ -96,13 +99,26 @@ class Conversational(Jsonl):
     def question(self, text: str) -> Prompt:
         """Return the prompt of a conversation about a user's question. Raises ConfigError.
 
-        The question fills in the template if that has exactly one field.
+        A question that is a JSON object is a whole row. Any other text fills in the template if that has
+        exactly one field.
         """
-        row = {"prompt": text, **dict.fromkeys(self._needed if len(self._needed) == 1 else (), text)}
-        self.require_start(row, "a question")
+        row = self._asked(text)
+        self.require(row, "the question")
         prompt = Prompt(0, self._encode(self.shown(row)), "")
         self._rows[prompt] = row
         return prompt
+
+    def _asked(self, text: str) -> Fields:
+        """Return the row of a user's question. Raises ConfigError if it is a row that cannot be used."""
+        row: object = None
+        with suppress(ValueError, RecursionError):
+            row = json.loads(text)
+        if not isinstance(row, dict):
+            return {"prompt": text, **dict.fromkeys(self._needed if len(self._needed) == 1 else (), text)}
+        try:
+            return self._checked(row)
+        except Unusable as error:
+            raise ConfigError(f"the question cannot be used as a row: {error}") from None
 
     @abstractmethod
     def session(self, request: Request) -> Any:

@@ -234,8 +234,9 @@ def rejected_rewards(view: View) -> Alert | None:
     share = rejected / max(1, rejected + view.trends.trajectories)
     if share <= 0.01:
         return None
+    when = ", none since the last start" if rejected == view.trends.rejected_before else ""
     return _alert(
-        f"{rejected:,} trajectories ({_share(share)}) set aside without a reward",
+        f"{rejected:,} trajectories ({_share(share)}) set aside without a reward{when}",
         key=_reward_key(view),
         why="their reward was not finite, or the task's code raised an exception, which costs the whole "
         "group; what remains is a biased sample",
@@ -564,9 +565,19 @@ def waiting_trainer(view: View) -> Alert | None:
         f"trainer has waited {_share(share[0])} of its time",
         key="launch.searchers",
         why="completions come too slowly",
-        remedy="raise launch.searchers, or exchange.max_staleness or buffer.replay_limit if one of these "
-        "limits makes the trainer wait",
+        remedy=f"{_slow_partner(view)}raise launch.searchers, or exchange.max_staleness or "
+        "buffer.replay_limit if one of these limits makes the trainer wait",
     )
+
+
+def _slow_partner(view: View) -> str:
+    """Return the first remedy for slow completions if an environment or program has a part in them."""
+    if view.config.task.name == "agent":
+        return (
+            "make the program start faster if searchers' processors are busy with it (an import of openai "
+            "takes seconds in each episode), or "
+        )
+    return "make the environment faster if it is slow, or " if view.config.task.name == "environment" else ""
 
 
 def slow_reward(view: View) -> Alert | None:

@@ -150,8 +150,9 @@ class Trends:
     None before this step, or if the reference's power is not 1 there. steps: optimizer steps done. begun:
     steps that were done when the present attempt began. last_skip: the last skipped step, None if there is
     none. trajectories: completions that searchers scored. rejected: trajectories set aside, since they have
-    no usable reward. nan_groups: groups sampled again, since a log-probability was NaN. graded: whether some
-    reward was neither 0 nor 1. skips: counter of skipped steps.
+    no usable reward. rejected_before: those of them that earlier attempts set aside. nan_groups: groups
+    sampled again, since a log-probability was NaN. graded: whether some reward was neither 0 nor 1. skips:
+    counter of skipped steps.
     """
 
     curves: dict[str, Curve] = field(default_factory=_curves)
@@ -162,6 +163,7 @@ class Trends:
     last_skip: int | None = None
     trajectories: int = 0
     rejected: int = 0
+    rejected_before: int = 0
     nan_groups: int = 0
     graded: bool = False
     skips: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("train/skipped_steps"))
@@ -211,6 +213,7 @@ class Trends:
             self.curves[name].add(curve)
         self.trajectories += other.trajectories
         self.rejected += other.rejected
+        self.rejected_before += other.rejected_before
         self.nan_groups += other.nan_groups
         self.graded |= other.graded
 

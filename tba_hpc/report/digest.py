@@ -26,7 +26,7 @@ from tba_hpc.run.metrics import MetricsTail, Record, number
 
 log = logging.getLogger(__name__)
 
-FORMAT = 12
+FORMAT = 13
 """Version of digest files; digests of other versions are made again from the lines."""
 
 KEEP_SECONDS = 60.0
@@ -213,7 +213,7 @@ class SearcherDigest:
         self.trends.rejected += self.rejected.take(record)
         self.trends.nan_groups += self.nan_groups.take(record)
         if event == "started":
-            self.stage = ""
+            self.stage, self.trends.rejected_before = "", self.trends.rejected
         if event == "engine" and record["stage"] != self.stage:  # two parts of a searcher log the first stage
             self.stage, self.stage_since = str(record["stage"]), when
         if event is not None:

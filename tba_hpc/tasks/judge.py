@@ -44,7 +44,10 @@ BUSY = frozenset({408, 425, 429, *range(500, 600)})
 LONGEST_QUOTE = 120
 """Largest number of characters that a message quotes of a reply."""
 
-REFUSALS = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405})
+WRONG_KEY = frozenset({401, 403})
+"""Status codes that show a wrong key."""
+
+REFUSALS = WRONG_KEY | {301, 302, 303, 307, 308, 404, 405}
 """Status codes that show a wrong key or a wrong address."""
 
 TRIAL_SECONDS = 5.0
@@ -98,37 +101,62 @@ class Judge:
         self._url = section.url
         self._pause = pause
         self._secret = _secret(key, section.key_variable)
+        self._unrated = ""  # the last reply without a number, quoted
 
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
         """Return the judge's number for each (row, completion); NaN if a chat model writes no number.
 
-        Raises JudgeError if the judge does not reply, or if a reply holds no reward.
+        Raises JudgeError if the judge does not reply, if a reply holds no reward, or if there are several
+        replies, and none holds a number.
         """
-        return asyncio.run(self._ask_all(answers))
+        found = asyncio.run(self._ask_all(answers))
+        if len(found) > 1 and all(map(math.isnan, found)):
+            raise self._error(f"gave {len(found)} answers without a number, at last {self._unrated}")
+        return found
 
     def try_on(self, row: Mapping[str, object]) -> None:
         """Ask about an empty completion. Raises ConfigError if the judge is unreachable or refuses access.
 
-        A timeout is ignored, because a judge may be slow at first. A status code outside REFUSALS only causes
-        a warning, because a judge may reject an empty completion.
+        A timeout is ignored, because a judge may be slow at first. A status code outside REFUSALS, and a
+        reply without a number, only cause a warning, because a judge may reject an empty completion.
         """
         try:
             status, answer, _ = asyncio.run(self._try_on(row))
         except TimeoutError:
             return
         except httpx.HTTPError as error:
-            found = _reason(error)
+            found, remedy = _reason(error), "start the judge first, or correct url"
         else:
             found = self._refusal(status, answer)
             if status not in REFUSALS:
+                what = self._masked(f"{self._key}.url={self._url}")
                 if status // 100 != 2:
-                    what = self._masked(f"{self._key}.url={self._url}")
                     log.warning("%s did not judge an empty completion (%s)", what, found)
+                elif said := self._without_number(answer):
+                    log.warning(
+                        "%s answered %s about an empty completion, without a number: unless it only declines "
+                        "empty ones, let it write one, as by the words of %s.prompt",
+                        *(what, said, self._key),
+                    )
                 return
-        sentence = (
-            f"{self._key}.url={self._url} gave no answer ({found}): start the judge first, or correct url"
-        )
+            remedy = self._remedy(status)
+        sentence = f"{self._key}.url={self._url} gave no answer ({found}): {remedy}"
         raise ConfigError(self._masked(sentence))
+
+    def _without_number(self, answer: bytes) -> str:
+        """Return the reply to a trial, quoted, if it holds no number; else ""."""
+        try:
+            return self._unrated if math.isnan(self._reward(answer)) else ""
+        except JudgeError:
+            return f"{self._masked(answer.decode(errors='replace'))[:LONGEST_QUOTE]!r}"
+
+    def _remedy(self, status: int) -> str:
+        """Return what to do about a refusal."""
+        if status in WRONG_KEY:
+            return (
+                f"set {self._key}.key_variable to the environment variable with its key, or correct that key"
+            )
+        return "correct url or model" if status == 404 and self._section.model else "correct url"
 
     async def _try_on(self, row: Mapping[str, object]) -> Reply:
         async with web.client() as client:
@@ -195,11 +223,18 @@ class Judge:
         try:
             found = json.loads(answer)
             if self._section.model is not None:
-                return _rating_of(found["choices"][0])
+                return self._rated(found["choices"][0])
             return float(found["reward"] if isinstance(found, dict) else found)
         except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
             said = self._masked(answer.decode(errors="replace"))  # before truncation could split the key
             raise self._error(f"answered {said[:LONGEST_QUOTE]!r}, which holds no reward") from None
+
+    def _rated(self, choice: Mapping[str, Any]) -> float:
+        reward = _rating_of(choice)
+        if math.isnan(reward):
+            said = self._masked(str(choice["message"]["content"]))[:LONGEST_QUOTE]
+            self._unrated = f"{said!r} (finish_reason {choice.get('finish_reason')})"
+        return reward
 
     def _refusal(self, status: int, answer: bytes) -> str:
         """Return a status with the beginning of the reply, which often says why."""

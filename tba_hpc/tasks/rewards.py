@@ -69,11 +69,13 @@ Reward = Callable[[Sequence[Answer]], list[float]]
 
 def make_rewards(sections: Mapping[str, RewardSection]) -> dict[str, Reward]:
     """Make the rewards by name. Raises ConfigError if one of them cannot be made."""
+    return {name: _make(reward_key(sections, name), section) for name, section in sections.items()}
+
+
+def reward_key(sections: Mapping[str, RewardSection], name: str) -> str:
+    """Return the config key of the reward ``name``."""
     alone = list(sections) == ["reward"]  # the short form of a config
-    return {
-        name: _make("task.reward" if alone else f"task.reward.{name}", section)
-        for name, section in sections.items()
-    }
+    return "task.reward" if alone else f"task.reward.{name}"
 
 
 def _make(key: str, section: RewardSection) -> Reward:

@@ -7,7 +7,7 @@ row, client = json.loads(sys.stdin.readline()), OpenAI()  # finds address and ke
 messages = [{"role": "user", "content": row["prompt"]}]
 for _ in range(3):
     said = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content
-    right = said.rstrip(".").split()[-1:] == [row.get("answer")]  # a question of tba ask has none
+    right = said.rstrip(".").split()[-1:] == [row.get("answer")]  # a plain question of tba ask has none
     if right:
         break
     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "No. Try again."}]
