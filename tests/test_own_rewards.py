@@ -58,6 +58,7 @@ def mixed(completions, prompt): return {float(i) for i in range(len(completions)
 def paired(completions, tests, **kwargs): return [float(a == b) for a, b in zip(completions, tests)]
 def sharing(completions, prompt, tests): return [len({*one} & {*prompt}) / sum(tests) for one in completions]
 def take(completions, tests): return [takes(completion, tests) for completion in completions]
+def unjudged(completions): return [None if one else 0.0 for one in completions]
 """
 VERIFYING = """
 from math_verify import parse, verify
@@ -561,6 +562,10 @@ def test_a_function_that_gives_no_number_is_named_before_the_start(
         ConfigError, match=r"task\.reward=own_rewards:texts gave '1', which is not a number: give"
     ):
         make(own, "own_rewards:texts").try_rewards()
+    task = make(own, "own_rewards:unjudged")
+    task.try_rewards()  # which gives numbers for empty completions
+    with pytest.raises(TypeError, match=r"gave None, which is not a number: give .*\(float\('nan'\) sets"):
+        task.rewards(task.prompts("train")[0], [completion("a"), completion("")])
     for name in ("keyed", "mixed"):  # whose keys, or whose order, are no rewards
         with pytest.raises(ConfigError, match=rf"{name} gave {{.*}}, which is not a list of numbers: give"):
             make(own, f"own_rewards:{name}").try_rewards()

@@ -54,6 +54,9 @@ ONE_ROW = (
 )
 """Explanation for functions written for TRL, where the other arguments are lists."""
 
+GIVE = "give a number for each completion"
+"""Remedy for functions that return something else."""
+
 ONE_GROUP = "if it raises during the run, that group is set aside, and ten such groups in a row end the run"
 """Explanation for functions that raise in the trial call, perhaps only because the text is empty."""
 
@@ -179,7 +182,7 @@ class Function:
             miscounted = _tried(lambda: self([(cut, "")] * several), min(seconds, TRIAL_SECONDS))[0]
             error = miscounted if isinstance(miscounted, CountError) else None
         if isinstance(error, NoNumberError):  # other errors may be caused by the empty text
-            raise ConfigError(f"{error}: give a number for each completion")
+            raise ConfigError(str(error))
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
         """Return a number for each (row, completion). Raises the function's own errors, or NoNumberError."""
@@ -195,11 +198,13 @@ class Function:
         """Return the rewards of answers to one prompt."""
         found = self._call([text for _, text in answers], **self._fields(answers[0][0]))
         if isinstance(found, NO_LISTS) or not hasattr(found, "__iter__"):
-            raise NoNumberError(f"{self.key} gave {reprlib.repr(found)}, which is not a list of numbers")
+            raise NoNumberError(
+                f"{self.key} gave {reprlib.repr(found)}, which is not a list of numbers: {GIVE}"
+            )
         given = list(found)
         if len(given) != len(answers):
             raise CountError(
-                f"{self.key} gave {len(given)} numbers for {len(answers)} completions; {ONE_ROW}"
+                f"{self.key} gave {len(given)} numbers for {len(answers)} completions; {ONE_ROW}: {GIVE}"
             )
         return [self._number(reward) for reward in given]
 
@@ -209,7 +214,10 @@ class Function:
                 return float(reward)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             pass
-        raise NoNumberError(f"{self.key} gave {reprlib.repr(reward)}, which is not a number")
+        raise NoNumberError(
+            f"{self.key} gave {reprlib.repr(reward)}, which is not a number: {GIVE} (float('nan') sets one "
+            "completion aside)"
+        )
 
     def _fields(self, row: Fields) -> Fields:
         """Return copies of the fields that the function takes, since it may change a list or an object."""
