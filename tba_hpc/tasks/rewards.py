@@ -30,7 +30,7 @@ from typing import Any
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.core.own_code import IN_TIME, OF_A_FILE, find_function, in_words, raised_at, where_is
 from tba_hpc.core.wording import did_you_mean
-from tba_hpc.tasks.fields import Unusable
+from tba_hpc.tasks.fields import LackingError
 from tba_hpc.tasks.judge import Judge
 from tba_hpc.tasks.program import Program
 
@@ -53,6 +53,12 @@ ONE_ROW = (
     "with one for each"
 )
 """Explanation for functions written for TRL, where the other arguments are lists."""
+
+OF_TRL = ("completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric", "environments")
+"""Arguments that TRL passes to a function besides the row's fields."""
+
+TRL_PASSES = "TRL passes this, tba does not: give it a default or leave it out"
+"""Remedy for functions that need one of the arguments OF_TRL."""
 
 GIVE = "give a number for each completion"
 """Remedy for functions that return something else."""
@@ -129,10 +135,11 @@ class Function:
         return [name for name, needed in self._named.items() if needed]
 
     def require(self, fields: Fields) -> None:
-        """Raise Unusable if a row lacks a field that the function needs."""
+        """Raise LackingError if a row lacks a field that the function needs."""
         for name in self.needs:
             if name not in fields:
-                raise Unusable(f"{self.key} takes {name!r}, which it lacks: {did_you_mean(name, fields)}")
+                known = did_you_mean(name, fields, f"found {', '.join(fields)}")
+                raise LackingError(self.key, name, TRL_PASSES if name in OF_TRL else known)
 
     def try_on(self, fields: Fields, seconds: float = math.inf) -> None:
         """Call the function once with a row and empty completions, in a thread, as the scorer does.
