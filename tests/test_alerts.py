@@ -337,6 +337,14 @@ def test_answers_that_a_judge_could_not_judge_are_counted() -> None:
     some = replace(last, graded=last.total - 3, rewards=float(last.correct), squares=float(last.correct))
     (sentence,) = alerted({}, [*SOLVED[:-1], some])
     assert sentence.startswith(f"3 of 128 answers of step {last.step} could not be judged: they count as wr")
+    assert sentence.endswith("for what the judge or the environment said.")
+    jsonl = {"name": "jsonl", "train_file": "rows.jsonl"}
+    for reward, said in (
+        ("own:right", "the reward gave"),
+        ({"own": "own:right", "judge": {"url": "http://judge"}}, "the judge or the environment said"),
+    ):
+        (sentence,) = alerted({}, [*SOLVED[:-1], some], task={**jsonl, "reward": reward})
+        assert sentence.endswith(f"for what {said}.")
     assert alerted({}, [*SOLVED[:-1], replace(some, step=last.step - 1), last]) == []
 
 
@@ -495,6 +503,20 @@ def test_what_is_set_aside_counts_over_all_attempts() -> None:
         searcher.take({"event": "started"})
         searcher.take({"search/version": 0, "search/trajectories": 0, "search/rejected": 7})
     assert (trends.skipped, trends.rejected, trends.last_skip) == (5, 14, 5)
+
+
+def test_equal_rewards_of_a_function_may_come_from_numbers_that_are_compared_with_texts() -> None:
+    words = "a number in a row is no text for a reward function"
+    jsonl = {"name": "jsonl", "train_file": "rows.jsonl", "reward": "own:right"}
+    assert words in alerted(NEVER_RIGHT, task=jsonl)[0] and words not in alerted(NEVER_RIGHT)[0]
+
+
+def test_a_queue_that_is_waited_for_is_not_told_to_use_data_twice() -> None:
+    waits = {"train/wait_share": always(0.7)}
+    assert "or buffer.replay_limit if one of these limits makes" in alerted(waits)[0]
+    once = alerted(waits, buffer={"replay_limit": 1})[0]
+    assert "or exchange.max_staleness if this limit makes the trainer wait" in once
+    assert "replay_limit" not in once
 
 
 def test_a_slow_program_is_named_before_more_searchers() -> None:

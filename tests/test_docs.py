@@ -129,6 +129,10 @@ def test_the_script_that_is_carried_over_is_a_config_without_bias() -> None:
     without_kl = parse_config(script, ["train.beta=0", "train.reference=behaviour"])  # as the page says
     assert not without_kl.train.reference.scored
     assert config.buffer.duplicates.name == "none" and not config.buffer.chooses_by_reward
+    assert config.exchange.max_staleness == 8  # as the page says, and how to make it 0
+    del script["buffer"]["replay_limit"]
+    in_turns = re.findall(r"`(exchange: {.*?})`", page)[0]
+    assert parse_config({**script, **yaml.safe_load(in_turns)}).on_policy
 
 
 def test_dr_grpo_that_is_carried_over_is_on_policy_and_uses_all_that_it_samples() -> None:

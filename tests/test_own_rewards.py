@@ -58,6 +58,9 @@ def mixed(completions, prompt): return {float(i) for i in range(len(completions)
 def paired(completions, tests, **kwargs): return [float(a == b) for a, b in zip(completions, tests)]
 def sharing(completions, prompt, tests): return [len({*one} & {*prompt}) / sum(tests) for one in completions]
 def take(completions, tests): return [takes(completion, tests) for completion in completions]
+def logs(completions, answer, log_extra, **kwargs): return [0.0 for _ in completions]
+def far(completion, zone): return 0
+def unjudged(completions): return [None if one else 0.0 for one in completions]
 """
 VERIFYING = """
 from math_verify import parse, verify
@@ -167,7 +170,13 @@ def test_several_rewards_are_a_weighted_sum_and_logged_by_name(own: Path) -> Non
         ("nomodule:size", "cannot be imported (No module named 'nomodule'): put the module beside"),
         ("own_rewards:other", "takes text first: call its first argument completion"),
         ("own_rewards:trl", "of them; docs/coming-from.md has the lines to put around a function of TRL"),
-        ("own_rewards:odd", "takes 'answr', which it lacks: did you mean 'answer'?); write a JSON"),
+        ("own_rewards:odd", "rows.jsonl has: did you mean 'answer'?"),
+        ("own_rewards:far", "own_rewards:far takes 'zone', which no row of "),
+        ("own_rewards:far", "rows.jsonl has: found prompt, answer, size"),
+        (
+            "own_rewards:logs",
+            "rows.jsonl has: TRL passes this, tba does not: give it a default or leave it out",
+        ),
         ({}, "the task jsonl has no reward: set task.reward=module:function"),
     ],
 )
@@ -561,6 +570,10 @@ def test_a_function_that_gives_no_number_is_named_before_the_start(
         ConfigError, match=r"task\.reward=own_rewards:texts gave '1', which is not a number: give"
     ):
         make(own, "own_rewards:texts").try_rewards()
+    task = make(own, "own_rewards:unjudged")
+    task.try_rewards()  # which gives numbers for empty completions
+    with pytest.raises(TypeError, match=r"gave None, which is not a number: give .*\(float\('nan'\) sets"):
+        task.rewards(task.prompts("train")[0], [completion("a"), completion("")])
     for name in ("keyed", "mixed"):  # whose keys, or whose order, are no rewards
         with pytest.raises(ConfigError, match=rf"{name} gave {{.*}}, which is not a list of numbers: give"):
             make(own, f"own_rewards:{name}").try_rewards()

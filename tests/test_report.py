@@ -20,7 +20,7 @@ from tba_hpc.report.data import RunData
 from tba_hpc.report.digest import keep_digest
 from tba_hpc.report.run_state import RunMonitor
 from tba_hpc.report.status import cells, print_status
-from tba_hpc.report.summary import print_summary, summarise, summary_of, write_summary
+from tba_hpc.report.summary import print_summary, summarise, summary_of, summary_rows, write_summary
 from tba_hpc.report.tables import print_rows
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, Evaluation, find_evaluation, write_evaluation
@@ -93,6 +93,12 @@ def test_tables_are_json_on_request(run: RunDir, capsys: pytest.CaptureFixture[s
     print_rows(rows)
     text = capsys.readouterr().out
     assert re.search(r"pass@1 after +85.0 %", text) and re.search(r"searcher 0 +2,000", text)
+    assert re.search(r"trainer wait +1\.0 %, since the last start", text)
+
+
+def test_the_wait_of_a_run_with_one_start_is_all_of_it(run: RunDir) -> None:
+    once = replace(summarise(run), attempts=1, trainer_wait_share=0.25)
+    assert summary_rows(once)["trainer wait"] == "25.0 %"
 
 
 def test_answers_before_and_after_stand_beside_their_question(run: RunDir) -> None:

@@ -101,7 +101,9 @@ BAD = {
     ),
     "Latin-1": ('{"prompt": "Wie süß?"}'.encode("latin-1"), "it is not UTF-8 text"),
     "cut off": (b'{"prompt": "x', "no JSON: Unterminated string starting at at column 12"),
-    "no object": (b'["x"]', "it holds no JSON object"),
+    "no object": (b'"x"', "it holds no JSON object)"),
+    "a long array": (b"[", "no JSON: Expecting value at column 2: one row a line, not an array)"),
+    "an array": (b'[{"prompt": "x"}]', "it holds no JSON object: one row a line, not an array)"),
     "twice": (
         b'{"prompt": "x", "tests": [{"a": 1, "b": 2, "a": 3}]}',
         "it has the key 'a' twice in one object",

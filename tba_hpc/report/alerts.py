@@ -218,13 +218,14 @@ def constant_reward(view: View) -> Alert | None:
             "template with the tokens that end a completion; then raise generator.max_tokens, set "
             f"generator.stop, or correct the files of {view.config.model.path}",
         )
+    numbers = "; a number in a row is no text for a reward function" if _only_functions(view) else ""
     return _alert(
         found,
         key="tba samples RUN",
         why="equal rewards give no gradient",
         remedy="check the prompt format and the reward function with tba samples RUN (task.name, "
-        f"task.options, task.reward); if both are right, {view.config.model.path} may be unable to solve "
-        "the task; a higher generator.temperature adds variety",
+        f"task.options, task.reward){numbers}; if both are right, {view.config.model.path} may be unable to "
+        "solve the task; a higher generator.temperature adds variety",
     )
 
 
@@ -240,7 +241,7 @@ def rejected_rewards(view: View) -> Alert | None:
         key=_reward_key(view),
         why="their reward was not finite, or the task's code raised an exception, which costs the whole "
         "group; what remains is a biased sample",
-        remedy="the searchers' logs name some of the prompts; fix the code of "
+        remedy="the searchers' logs name some of the prompts, and what was raised where; fix the code of "
         f"{_reward_key(view)} or its data",
     )
 
@@ -248,6 +249,12 @@ def rejected_rewards(view: View) -> Alert | None:
 def _reward_key(view: View) -> str:
     """Return what determines the reward: the key ``task.reward``, or ``task.name=`` with its value."""
     return "task.reward" if view.config.task.reward else f"task.name={view.config.task.name}"
+
+
+def _only_functions(view: View) -> bool:
+    """Return whether all rewards are the user's own functions."""
+    rewards = view.config.task.reward.values()
+    return bool(rewards) and all(reward.function for reward in rewards)
 
 
 def nan_groups(view: View) -> Alert | None:
@@ -283,11 +290,12 @@ def unjudged_answers(view: View) -> Alert | None:
     if last is None or not last.unjudged:
         return None
     effect = "are left out of the score" if last.is_graded else "count as wrong, so the score is too low"
+    source = "the reward gave" if _only_functions(view) else "the judge or the environment said"
     return _alert(
         f"{last.unjudged} of {last.total} answers of step {last.step} could not be judged",
         key="the searchers' logs",
         why=f"they {effect}",
-        remedy="see the searchers' logs for what the judge or the environment said",
+        remedy=f"see the searchers' logs for what {source}",
     )
 
 
@@ -561,12 +569,14 @@ def waiting_trainer(view: View) -> Alert | None:
     steps, seconds = view.trends.steps - view.trends.begun, view.trends.attempt_seconds
     if seconds < WAIT_SECONDS or steps < (EARLY_STEPS if seconds < LONG_SECONDS else LEAST_POINTS):
         return None
+    limits = "exchange.max_staleness or buffer.replay_limit if one of these limits"
+    if view.config.buffer.replay_limit == 1:  # data are wanted once
+        limits = "exchange.max_staleness if this limit"
     return _alert(
         f"trainer has waited {_share(share[0])} of its time",
         key="launch.searchers",
         why="completions come too slowly",
-        remedy=f"{_slow_partner(view)}raise launch.searchers, or exchange.max_staleness or "
-        "buffer.replay_limit if one of these limits makes the trainer wait",
+        remedy=f"{_slow_partner(view)}raise launch.searchers, or {limits} makes the trainer wait",
     )
 
 

@@ -43,8 +43,8 @@ class Summary:
     searcher_seconds: seconds from first to last record, summed over all starts of all searchers.
     generated_per_searcher_second: generated tokens per such second. goodput: acknowledged tokens per such
     second.
-    trainer_wait_share: see train/wait_share. publish_stall_seconds, seal_share, staleness,
-    propagation_seconds: means over the run. figures: current values, by metric.
+    trainer_wait_share: see train/wait_share; of the last start only. publish_stall_seconds, seal_share,
+    staleness, propagation_seconds: means over the run. figures: current values, by metric.
     skipped_steps: optimizer steps skipped, since loss or gradient norm was not finite. rejected: trajectories
     set aside, since they have no usable reward. alerts: sentences, the worst first.
     """
@@ -194,7 +194,7 @@ def summary_rows(summary: Summary) -> dict[str, Cell]:
         "optimizer steps": summary.steps,
         "training time": duration(summary.train_seconds),
         "ETTR": None if summary.ettr is None else f"{percent(summary.ettr)} of the time, waits included",
-        "trainer wait": None if summary.trainer_wait_share is None else percent(summary.trainer_wait_share),
+        "trainer wait": _wait_words(summary),
         "trajectories": summary.trajectories,
         "tokens": summary.tokens,
         "tokens per searcher-second": summary.goodput,
@@ -202,6 +202,14 @@ def summary_rows(summary: Summary) -> dict[str, Cell]:
         "generated per searcher-second": summary.generated_per_searcher_second,
         "alerts": len(summary.alerts),
     }
+
+
+def _wait_words(summary: Summary) -> str | None:
+    """Format the trainer's wait; if there were several starts, say that it is of the last one alone."""
+    if summary.trainer_wait_share is None:
+        return None
+    only = ", since the last start" if summary.attempts > 1 else ""
+    return percent(summary.trainer_wait_share) + only
 
 
 def print_summary(run: RunDir, summary: Summary, *, as_json: bool = False) -> None:

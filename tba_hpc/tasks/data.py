@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.core.types import Resource, ResourceKind, Split
 from tba_hpc.core.wording import first_few
-from tba_hpc.tasks.fields import Unusable
+from tba_hpc.tasks.fields import LackingError, Unusable
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +149,7 @@ def usable_rows(
     faults = {line: item for line, item in parsed.items() if isinstance(item, Unusable)}
     if faults:
         name = where if isinstance(where, str) else where.name
+        _refuse_lack(name, [*parsed.values()])
         lines = f"line{'s' * (len(faults) > 1)} {first_few([*faults])}"
         problem = f"{name}, {lines}: cannot be used ({next(iter(faults.values()))})"
         share = f"{len(faults)} of {len(parsed)} rows"
@@ -158,6 +159,14 @@ def usable_rows(
             )
         log.warning("%s; set aside, %s: each must be %s", problem, share, wanted)
     return [item for item in parsed.values() if not isinstance(item, Unusable)]
+
+
+def _refuse_lack(source: str, parsed: Sequence[object]) -> None:
+    """Raise ConfigError if a field that a reward function takes is in none of the ``parsed`` rows."""
+    lacking = [row for row in parsed if isinstance(row, LackingError)]
+    if len(lacking) == len(parsed) and len({row.field for row in lacking}) == 1:
+        first = lacking[0]
+        raise ConfigError(f"{first.key} takes {first.field!r}, which no row of {source} has: {first.remedy}")
 
 
 def split_rows(
@@ -205,6 +214,7 @@ def _file_rows(path: Path, key: str) -> Iterable[tuple[int, bytes]]:
 
 def _object(line: bytes) -> Mapping[str, object]:
     """Parse the JSON object of a line. Raises Unusable if there is none, or if some rank could fail on it."""
+    array = ": one row a line, not an array" if line.lstrip().startswith(b"[") else ""
     try:
         row = _DECODER.decode(line.decode("utf-8-sig"))
         if b"\\u" in line:  # may be half of a surrogate pair, which tokenizers refuse
@@ -215,7 +225,7 @@ def _object(line: bytes) -> Mapping[str, object]:
     except UnicodeEncodeError:
         raise Unusable("it holds half of a surrogate pair, which is no character") from None
     except json.JSONDecodeError as error:
-        raise Unusable(f"no JSON: {error.msg} at column {error.colno}") from None
+        raise Unusable(f"no JSON: {error.msg} at column {error.colno}{array}") from None
     except Unusable:
         raise
     except ValueError:
@@ -225,7 +235,7 @@ def _object(line: bytes) -> Mapping[str, object]:
     if deep:
         raise Unusable(f"its lists and objects are nested over {MOST_LEVELS} deep")
     if not isinstance(row, dict):
-        raise Unusable("it holds no JSON object")
+        raise Unusable(f"it holds no JSON object{array}")
     return row
 
 

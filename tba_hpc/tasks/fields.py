@@ -20,6 +20,17 @@ class Unusable(ValueError):
     """Raised for an unusable row; the message says why."""
 
 
+class LackingError(Unusable):
+    """Raised for a row without a field that a reward function takes.
+
+    key: config key of the function, with its name. field: name of the field.
+    """
+
+    def __init__(self, key: str, field: str, remedy: str) -> None:
+        super().__init__(f"{key} takes {field!r}, which it lacks: {remedy}")
+        self.key, self.field, self.remedy = key, field, remedy
+
+
 def as_text(value: object) -> str:
     """Convert a value to text: null becomes empty, strings and numbers stay, anything else becomes JSON."""
     if value is None:

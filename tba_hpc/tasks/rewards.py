@@ -30,7 +30,7 @@ from typing import Any
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.core.own_code import IN_TIME, OF_A_FILE, find_function, in_words, raised_at, where_is
 from tba_hpc.core.wording import did_you_mean
-from tba_hpc.tasks.fields import Unusable
+from tba_hpc.tasks.fields import LackingError
 from tba_hpc.tasks.judge import Judge
 from tba_hpc.tasks.program import Program
 
@@ -53,6 +53,15 @@ ONE_ROW = (
     "with one for each"
 )
 """Explanation for functions written for TRL, where the other arguments are lists."""
+
+OF_TRL = ("completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric", "environments")
+"""Arguments that TRL passes to a function besides the row's fields."""
+
+TRL_PASSES = "TRL passes this, tba does not: give it a default or leave it out"
+"""Remedy for functions that need one of the arguments OF_TRL."""
+
+GIVE = "give a number for each completion"
+"""Remedy for functions that return something else."""
 
 ONE_GROUP = "if it raises during the run, that group is set aside, and ten such groups in a row end the run"
 """Explanation for functions that raise in the trial call, perhaps only because the text is empty."""
@@ -126,10 +135,11 @@ class Function:
         return [name for name, needed in self._named.items() if needed]
 
     def require(self, fields: Fields) -> None:
-        """Raise Unusable if a row lacks a field that the function needs."""
+        """Raise LackingError if a row lacks a field that the function needs."""
         for name in self.needs:
             if name not in fields:
-                raise Unusable(f"{self.key} takes {name!r}, which it lacks: {did_you_mean(name, fields)}")
+                known = did_you_mean(name, fields, f"found {', '.join(fields)}")
+                raise LackingError(self.key, name, TRL_PASSES if name in OF_TRL else known)
 
     def try_on(self, fields: Fields, seconds: float = math.inf) -> None:
         """Call the function once with a row and empty completions, in a thread, as the scorer does.
@@ -179,7 +189,7 @@ class Function:
             miscounted = _tried(lambda: self([(cut, "")] * several), min(seconds, TRIAL_SECONDS))[0]
             error = miscounted if isinstance(miscounted, CountError) else None
         if isinstance(error, NoNumberError):  # other errors may be caused by the empty text
-            raise ConfigError(f"{error}: give a number for each completion")
+            raise ConfigError(str(error))
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
         """Return a number for each (row, completion). Raises the function's own errors, or NoNumberError."""
@@ -195,11 +205,13 @@ class Function:
         """Return the rewards of answers to one prompt."""
         found = self._call([text for _, text in answers], **self._fields(answers[0][0]))
         if isinstance(found, NO_LISTS) or not hasattr(found, "__iter__"):
-            raise NoNumberError(f"{self.key} gave {reprlib.repr(found)}, which is not a list of numbers")
+            raise NoNumberError(
+                f"{self.key} gave {reprlib.repr(found)}, which is not a list of numbers: {GIVE}"
+            )
         given = list(found)
         if len(given) != len(answers):
             raise CountError(
-                f"{self.key} gave {len(given)} numbers for {len(answers)} completions; {ONE_ROW}"
+                f"{self.key} gave {len(given)} numbers for {len(answers)} completions; {ONE_ROW}: {GIVE}"
             )
         return [self._number(reward) for reward in given]
 
@@ -209,7 +221,10 @@ class Function:
                 return float(reward)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             pass
-        raise NoNumberError(f"{self.key} gave {reprlib.repr(reward)}, which is not a number")
+        raise NoNumberError(
+            f"{self.key} gave {reprlib.repr(reward)}, which is not a number: {GIVE} (float('nan') sets one "
+            "completion aside)"
+        )
 
     def _fields(self, row: Fields) -> Fields:
         """Return copies of the fields that the function takes, since it may change a list or an object."""
