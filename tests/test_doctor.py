@@ -705,6 +705,30 @@ def test_a_trial_that_fails_says_why(line: str, note: str, name: str, words: str
         assert "module load nonsense fails on n1" in finding.sentence
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("/var/spool/job7/slurm_script: line 28: module: command not found", True),
+        ("/var/spool/job7/slurm_script: line 9: cd: /gone: No such file or directory", True),
+        ('Lmod has detected the following error: The following module(s) are unknown: "foo/1.0"', True),
+        ("ERROR: Unable to locate a modulefile for 'foo/1.0'", True),
+        ("/var/spool/job7/slurm_script: line 28:  4711 Terminated              srun rank", False),
+        ("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-24T10:00:00 ***", False),
+    ],
+)
+def test_a_setup_line_that_fails_is_told_although_the_ranks_join(
+    line: str, told: bool, tmp_path: Path
+) -> None:
+    config, split, _ = trial.prepare(Site(gpus_per_node=0), tmp_path, None)
+    run = RunDir.create(config)
+    (run.path / "slurm").mkdir(exist_ok=True)
+    (run.path / "slurm/job-7.log").write_text(f"{line}\n{line}\n")
+    joined, *rest = trial.verdict(run, Site(), split, ["n1", "n2"], exchanged=True)
+    assert joined.level == "ok"
+    quoted = [(one.name, one.level, one.found) for one in rest]
+    assert quoted == ([("setup", "warning", f"the job's log has: {line}")] if told else [])
+
+
 def test_shared_memory_holds_two_copies_of_the_weights() -> None:
     _says([machine.judge_shared_memory(2 * 10**9, 0)], "ok", "2.0 GB")
     _says([machine.judge_shared_memory(64 << 20, 0)], "problem", "67 MB free", "--shm-size")
