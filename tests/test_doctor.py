@@ -648,6 +648,28 @@ def test_a_folder_without_atomic_hard_links_is_named(tmp_path: Path, monkeypatch
         _says(_of_folder(tmp_path, "hard links"), "problem", "started twice at once", "--run-root")
 
 
+@pytest.mark.parametrize(
+    ("fault", "remedy"),
+    [
+        (errno.ENOSPC, "free space there or raise the quota, then type this again"),
+        (errno.EROFS, "make it writable, then type this again"),
+    ],
+)
+def test_a_run_that_exists_is_not_sent_to_another_folder(
+    fault: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(fault, os.strerror(fault))
+
+    config, _, _ = trial.prepare(Site(gpus_per_node=0), tmp_path, None)
+    facts = Facts(root=tmp_path, config=config)
+    monkeypatch.setattr(machine, "publish", full)
+    words = f"cannot write to {tmp_path}: {os.strerror(fault)}"
+    _says(machine.check_folder(facts), "problem", words, "choose another folder with --run-root")
+    RunDir.create(config)
+    _says(machine.check_folder(facts), "problem", f"{words}: {remedy}")
+
+
 def test_nodes_whose_stamps_differ_by_more_than_a_lease_are_named() -> None:
     _says(machine.judge_clocks({"n1": 1e9, "n2": 1e9 + 49}), "ok", "2 nodes differ by less than 50 s")
     words = ("n1 stamps its files 51 s ahead of n2", "ranks on n2 seem dead", "NTP")

@@ -5,6 +5,7 @@ A function ``check_X`` collects facts about this machine; ``judge_X`` turns them
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ from tba_hpc.config import is_local
 from tba_hpc.core.own_code import is_own
 from tba_hpc.core.system_libraries import COMPILER, REMEDIES, missing_library
 from tba_hpc.core.wording import size
+from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import publish
 from tba_hpc.run.listeners import unprotected
 from tba_hpc.run.memory import free_memory
@@ -248,11 +250,20 @@ def check_folder(facts: Facts) -> Iterator[Finding]:
         yield from judge_folder(root, parent, kind)
     except OSError as error:
         found = f"cannot write to {root}: {error.strerror or error}"
-        yield problem(RUN_ROOT, found, "choose another folder with --run-root")
+        yield problem(RUN_ROOT, found, _remedy_for_folder(facts, error))
         return
     yield from check_file_system(facts)
     space = os.statvfs(parent)
     yield judge_space(space.f_bavail * space.f_frsize, space.f_favail if space.f_files else None)
+
+
+def _remedy_for_folder(facts: Facts, error: OSError) -> str:
+    """Return what to do if the folder of runs cannot be written: a run that exists cannot go elsewhere."""
+    if facts.config is None or not RunDir(facts.config.run_dir).config_file.exists():
+        return "choose another folder with --run-root"
+    no_space = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    first = "free space there or raise the quota" if no_space else "make it writable"
+    return f"{first}, then type this again"
 
 
 def check_file_system(facts: Facts) -> Iterator[Finding]:
