@@ -431,10 +431,6 @@ def test_preemption_must_leave_time_for_a_checkpoint(
         ("Invalid account or account/partition combination specified", "account"),
         ("Invalid partition name specified", "partition"),
         ("Invalid qos specification", "qos"),
-        (
-            "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
-            "qos or time, ask for fewer --nodes, or wait for your other jobs",
-        ),
     ],
 )
 def test_a_refusal_names_the_site_key(message: str, key: str) -> None:
@@ -452,7 +448,9 @@ def test_what_slurm_says_twice_is_told_once() -> None:
         "sbatch: error: QOSMaxSubmitJobPerUserLimit\n"
         "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy\n"
     )
-    assert "job: QOSMaxSubmitJobPerUserLimit; Job violates accounting/QOS policy; change" in limit
+    said = "job: QOSMaxSubmitJobPerUserLimit; Job violates accounting/QOS policy; wait for your other jobs, "
+    assert said in limit
+    assert "; wait for your other jobs" in slurm.refusal("sbatch: error: AssocMaxSubmitJobLimit\n")
     of_a_plugin = slurm.refusal(
         "sbatch: error: \n"
         "sbatch: error: Please give a project\n"
