@@ -590,7 +590,7 @@ def test_when_slurm_would_start_a_job_is_told_without_its_other_lines(
         (((), "", "", "not on PATH"), ("2.13.0", "12.8"), 4, "problem", ("gets 0 (not on PATH)",)),
         (((), "", "", ""), ("2.13.0+cpu", ""), 0, "ok", ("uses the CPU",)),
         (A100, ("2.13.0", "13.0"), 2, "problem", ("CUDA 13.0", "570.133.20 supports at most 12.8")),
-        (A100, ("2.13.0+cpu", ""), 2, "problem", ("built for CPUs", "[gpu]")),
+        (A100, ("2.13.0+cpu", ""), 2, "problem", ("built for CPUs", "TARGET=gpu", "gpus_per_node: 0")),
         (((), "", "", "not on PATH"), ("2.13.0+rocm7.1", ""), 8, "ok", ("AMD",)),
     ],
 )
@@ -794,10 +794,18 @@ def test_packages_that_replace_those_of_the_environment_are_told(tmp_path: Path)
 
 
 def test_a_node_whose_name_leads_to_itself_alone_is_told() -> None:
-    assert list(machine.judge_host_name("n1", {"10.0.0.7"})) == []
-    assert list(machine.judge_host_name("n1", {"127.0.1.1", "fe80::1%eth0"})) == []
-    _says(machine.judge_host_name("n1", {"127.0.1.1", "::1"}), "warning", "n1, leads to 127.0.1.1 and ::1")
-    _says(machine.judge_host_name("n1", set()), "warning", "cannot be resolved", "network_interface")
+    assert list(machine.judge_host_name({"10.0.0.7"}, ["eth0"])) == []
+    assert list(machine.judge_host_name({"127.0.1.1", "fe80::1%eth0"}, ["eth0"])) == []
+    remedy = "set network_interface: eth0 in the site file"
+    loopback = machine.judge_host_name({"127.0.1.1", "::1"}, ["eth0", "eth1"])
+    _says(loopback, "warning", "own name leads to 127.0.1.1 and ::1 there", remedy)
+    _says(machine.judge_host_name(set(), []), "warning", "cannot be resolved", "set network_interface in the")
+
+
+def test_equal_findings_of_several_nodes_are_told_once() -> None:
+    left = {host: list(machine.judge_host_name({"127.0.1.1"}, ["eth0"])) for host in ("n1", "n2")}
+    (told,) = trial._of_nodes(left)
+    assert told.found.startswith("n1, n2: the node's own name leads to 127.0.1.1 there")
 
 
 def test_memory_is_what_the_control_group_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
