@@ -69,7 +69,8 @@ class Ready:
 def submit(submissions: Sequence[Submission], *, wait: bool, as_json: bool) -> bool:
     """Submit all runs that are not finished, and print what was done. Checks all before it submits any.
 
-    Of several runs, those with a job are left to it; a single run with a job is refused.
+    Of several runs, those with a job keep it and are skipped; a single run with a job is refused.
+
     wait: whether to wait until the jobs have ended. as_json: whether to print JSON. Returns False if it has
     waited and some run is not finished. Raises ConfigError, StateError, DiskFullError, LaunchError or
     SlurmError with one sentence.
@@ -117,9 +118,10 @@ def _check(submission: Submission, found: dict[Path, list[Finding]], *, several:
         found[submission.config] = _warnings(config, split, site, submission)
     run = RunDir.check(config)
     refuse_steps_behind(run, config)
+    if not several:
+        slurm.refuse_active(run)
     job = slurm_queue.active_job(run) if several else None
     if job is None:
-        slurm.refuse_active(run)
         refuse_owned(run)
     after, remarks = _awaited(submission.after) if submission.after else (None, [])
     split = split if is_done(run, config) else separate_nodes(split, site)
@@ -186,7 +188,7 @@ def _submit_one_of(ready: Sequence[Ready], place: int) -> str | None:
 
     Raises SubmitError, which names the run and those after it, if Slurm refuses the job.
     """
-    one, left = ready[place], ready[place + 1 :]
+    one = ready[place]
     if one.at_work:
         said = f"job {one.at_work} of {one.run.path} is queued or running already: not submitted again"
         print(said, file=sys.stderr)
@@ -194,7 +196,8 @@ def _submit_one_of(ready: Sequence[Ready], place: int) -> str | None:
     try:
         return _submit_unless_done(one)
     except LaunchError as error:
-        rest = f" (nor those after it: {', '.join(each.run.path.name for each in left)})" if left else ""
+        later = [each for each in ready[place + 1 :] if not (each.at_work or is_done(each.run, each.config))]
+        rest = f" (nor {', '.join(each.run.path.name for each in later)})" if later else ""
         raise slurm.SubmitError(f"{one.run.path} is not submitted{rest}; {error}") from None
 
 
