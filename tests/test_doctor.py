@@ -444,12 +444,17 @@ def test_what_slurm_says_twice_is_told_once() -> None:
         "sbatch: error: Batch job submission failed: Invalid partition name specified\n"
     )
     assert said.startswith("Slurm refused the job: invalid partition specified: gpuu; change the site key")
+    tested = slurm.refusal(
+        "sbatch: error: invalid partition specified: gpuu\n"
+        "allocation failure: Invalid partition name specified\n",
+        test_only=True,
+    )
+    assert tested == said
     limit = slurm.refusal(
         "sbatch: error: QOSMaxSubmitJobPerUserLimit\n"
         "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy\n"
     )
-    said = "job: QOSMaxSubmitJobPerUserLimit; Job violates accounting/QOS policy; wait for your other jobs, "
-    assert said in limit
+    assert "job: QOSMaxSubmitJobPerUserLimit; Job violates accounting/QOS policy; wait for your" in limit
     assert "; wait for your other jobs" in slurm.refusal("sbatch: error: AssocMaxSubmitJobLimit\n")
     of_a_plugin = slurm.refusal(
         "sbatch: error: \n"

@@ -145,7 +145,8 @@ def refusal(message: str, *, test_only: bool = False) -> str:
 
     message: output of sbatch. test_only: whether sbatch was only asked if Slurm would accept the job.
     """
-    found = re.findall(r"(?:error|failure): (Batch job submission failed: )?(.*\S)", message)
+    last_line = "error: Batch job submission failed: |allocation failure: "  # of sbatch, and with --test-only
+    found = re.findall(rf"(?:({last_line})|error: )(.*\S)", message)
     errors = list(dict.fromkeys(line for last, line in found if not last))
     # Slurm's last line may repeat one of sbatch: "Invalid partition name …" "invalid partition specified: x".
     begun = [line.lower().split()[:2] for line in errors]
