@@ -252,7 +252,8 @@ def submit(
         return
     _refuse_idle(
         {"--partition": partition},
-        "is only for elastic searchers (--elastic RUN): set a run's own partition in the site file",
+        "is only for elastic searchers (--elastic RUN): for a run, set partition in the site file, or give "
+        f"--sbatch partition={partition}",
     )
     if print_only:
         _refuse_idle(

@@ -234,6 +234,7 @@ def test_the_script_outside_the_environment_says_what_to_activate() -> None:
     ("options", "said"),
     [
         (("--partition", "h100", "--dry-run"), "--partition is only for elastic searchers"),
+        (("--partition", "h100", "--dry-run"), "or give --sbatch partition=h100"),
         (("--seeds", "0-1", "--print"), "--print prints one script, but these are 2 runs"),
         (("--elastic", "RUN", "--wait"), "--wait has no effect on elastic searchers"),
         (("--elastic", "RUN", "--set", "train.steps=9"), "--set has no effect on elastic searchers"),

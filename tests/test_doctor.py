@@ -431,10 +431,6 @@ def test_preemption_must_leave_time_for_a_checkpoint(
         ("Invalid account or account/partition combination specified", "account"),
         ("Invalid partition name specified", "partition"),
         ("Invalid qos specification", "qos"),
-        (
-            "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
-            "qos or time, ask for fewer --nodes, or wait for your other jobs",
-        ),
     ],
 )
 def test_a_refusal_names_the_site_key(message: str, key: str) -> None:
@@ -448,11 +444,18 @@ def test_what_slurm_says_twice_is_told_once() -> None:
         "sbatch: error: Batch job submission failed: Invalid partition name specified\n"
     )
     assert said.startswith("Slurm refused the job: invalid partition specified: gpuu; change the site key")
+    tested = slurm.refusal(
+        "sbatch: error: invalid partition specified: gpuu\n"
+        "allocation failure: Invalid partition name specified\n",
+        test_only=True,
+    )
+    assert tested == said
     limit = slurm.refusal(
         "sbatch: error: QOSMaxSubmitJobPerUserLimit\n"
         "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy\n"
     )
-    assert "job: QOSMaxSubmitJobPerUserLimit; Job violates accounting/QOS policy; change" in limit
+    assert "job: QOSMaxSubmitJobPerUserLimit; Job violates accounting/QOS policy; wait for your" in limit
+    assert "; wait for your other jobs" in slurm.refusal("sbatch: error: AssocMaxSubmitJobLimit\n")
     of_a_plugin = slurm.refusal(
         "sbatch: error: \n"
         "sbatch: error: Please give a project\n"
@@ -592,7 +595,7 @@ def test_when_slurm_would_start_a_job_is_told_without_its_other_lines(
         (((), "", "", "not on PATH"), ("2.13.0", "12.8"), 4, "problem", ("gets 0 (not on PATH)",)),
         (((), "", "", ""), ("2.13.0+cpu", ""), 0, "ok", ("uses the CPU",)),
         (A100, ("2.13.0", "13.0"), 2, "problem", ("CUDA 13.0", "570.133.20 supports at most 12.8")),
-        (A100, ("2.13.0+cpu", ""), 2, "problem", ("built for CPUs", "[gpu]")),
+        (A100, ("2.13.0+cpu", ""), 2, "problem", ("built for CPUs", "TARGET=gpu", "gpus_per_node: 0")),
         (((), "", "", "not on PATH"), ("2.13.0+rocm7.1", ""), 8, "ok", ("AMD",)),
     ],
 )
@@ -646,6 +649,28 @@ def test_a_folder_without_atomic_hard_links_is_named(tmp_path: Path, monkeypatch
     for link in (none, shutil.copyfile):  # none at all; a second one that replaces the first
         monkeypatch.setattr(machine.os, "link", link)
         _says(_of_folder(tmp_path, "hard links"), "problem", "started twice at once", "--run-root")
+
+
+@pytest.mark.parametrize(
+    ("fault", "remedy"),
+    [
+        (errno.ENOSPC, "free space there or raise the quota, then type this again"),
+        (errno.EROFS, "make it writable, then type this again"),
+    ],
+)
+def test_a_run_that_exists_is_not_sent_to_another_folder(
+    fault: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(fault, os.strerror(fault))
+
+    config, _, _ = trial.prepare(Site(gpus_per_node=0), tmp_path, None)
+    facts = Facts(root=tmp_path, config=config)
+    monkeypatch.setattr(machine, "publish", full)
+    words = f"cannot write to {tmp_path}: {os.strerror(fault)}"
+    _says(machine.check_folder(facts), "problem", words, "choose another folder with --run-root")
+    RunDir.create(config)
+    _says(machine.check_folder(facts), "problem", f"{words}: {remedy}")
 
 
 def test_nodes_whose_stamps_differ_by_more_than_a_lease_are_named() -> None:
@@ -705,6 +730,30 @@ def test_a_trial_that_fails_says_why(line: str, note: str, name: str, words: str
         assert "module load nonsense fails on n1" in finding.sentence
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("/var/spool/job7/slurm_script: line 28: module: command not found", True),
+        ("/var/spool/job7/slurm_script: line 9: cd: /gone: No such file or directory", True),
+        ('Lmod has detected the following error: The following module(s) are unknown: "foo/1.0"', True),
+        ("ERROR: Unable to locate a modulefile for 'foo/1.0'", True),
+        ("/var/spool/job7/slurm_script: line 28:  4711 Terminated              srun rank", False),
+        ("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-24T10:00:00 ***", False),
+    ],
+)
+def test_a_setup_line_that_fails_is_told_although_the_ranks_join(
+    line: str, told: bool, tmp_path: Path
+) -> None:
+    config, split, _ = trial.prepare(Site(gpus_per_node=0), tmp_path, None)
+    run = RunDir.create(config)
+    (run.path / "slurm").mkdir(exist_ok=True)
+    (run.path / "slurm/job-7.log").write_text(f"{line}\n{line}\n")
+    joined, *rest = trial.verdict(run, Site(), split, ["n1", "n2"], exchanged=True)
+    assert joined.level == "ok"
+    quoted = [(one.name, one.level, one.found) for one in rest]
+    assert quoted == ([("setup", "warning", f"the job's log has: {line}")] if told else [])
+
+
 def test_shared_memory_holds_two_copies_of_the_weights() -> None:
     _says([machine.judge_shared_memory(2 * 10**9, 0)], "ok", "2.0 GB")
     _says([machine.judge_shared_memory(64 << 20, 0)], "problem", "67 MB free", "--shm-size")
@@ -750,10 +799,18 @@ def test_packages_that_replace_those_of_the_environment_are_told(tmp_path: Path)
 
 
 def test_a_node_whose_name_leads_to_itself_alone_is_told() -> None:
-    assert list(machine.judge_host_name("n1", {"10.0.0.7"})) == []
-    assert list(machine.judge_host_name("n1", {"127.0.1.1", "fe80::1%eth0"})) == []
-    _says(machine.judge_host_name("n1", {"127.0.1.1", "::1"}), "warning", "n1, leads to 127.0.1.1 and ::1")
-    _says(machine.judge_host_name("n1", set()), "warning", "cannot be resolved", "network_interface")
+    assert list(machine.judge_host_name({"10.0.0.7"}, ["eth0"])) == []
+    assert list(machine.judge_host_name({"127.0.1.1", "fe80::1%eth0"}, ["eth0"])) == []
+    remedy = "set network_interface: eth0 in the site file"
+    loopback = machine.judge_host_name({"127.0.1.1", "::1"}, ["eth0", "eth1"])
+    _says(loopback, "warning", "own name leads to 127.0.1.1 and ::1 there", remedy)
+    _says(machine.judge_host_name(set(), []), "warning", "cannot be resolved", "set network_interface in the")
+
+
+def test_equal_findings_of_several_nodes_are_told_once() -> None:
+    left = {host: list(machine.judge_host_name({"127.0.1.1"}, ["eth0"])) for host in ("n1", "n2")}
+    (told,) = trial._of_nodes(left)
+    assert told.found.startswith("n1, n2: the node's own name leads to 127.0.1.1 there")
 
 
 def test_memory_is_what_the_control_group_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

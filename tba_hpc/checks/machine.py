@@ -5,6 +5,7 @@ A function ``check_X`` collects facts about this machine; ``judge_X`` turns them
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ from tba_hpc.config import is_local
 from tba_hpc.core.own_code import is_own
 from tba_hpc.core.system_libraries import COMPILER, REMEDIES, missing_library
 from tba_hpc.core.wording import size
+from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import publish
 from tba_hpc.run.listeners import unprotected
 from tba_hpc.run.memory import free_memory
@@ -193,7 +195,8 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
 
 def _built_for_cpu(torch: str) -> Finding:
     found = f"torch {torch} is built for CPUs and cannot use the GPUs"
-    return problem(GPUS, found, "install this project with its extra for GPUs: pip install '.[gpu]'")
+    remedy = "type make install TARGET=gpu, or on a cluster without GPUs, set gpus_per_node: 0"
+    return problem(GPUS, found, remedy)
 
 
 def _major(version: str) -> int:
@@ -248,11 +251,20 @@ def check_folder(facts: Facts) -> Iterator[Finding]:
         yield from judge_folder(root, parent, kind)
     except OSError as error:
         found = f"cannot write to {root}: {error.strerror or error}"
-        yield problem(RUN_ROOT, found, "choose another folder with --run-root")
+        yield problem(RUN_ROOT, found, _remedy_for_folder(facts, error))
         return
     yield from check_file_system(facts)
     space = os.statvfs(parent)
     yield judge_space(space.f_bavail * space.f_frsize, space.f_favail if space.f_files else None)
+
+
+def _remedy_for_folder(facts: Facts, error: OSError) -> str:
+    """Return what to do if the folder of runs cannot be written: a run that exists cannot go elsewhere."""
+    if facts.config is None or not RunDir(facts.config.run_dir).config_file.exists():
+        return "choose another folder with --run-root"
+    no_space = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    first = "free space there or raise the quota" if no_space else "make it writable"
+    return f"{first}, then type this again"
 
 
 def check_file_system(facts: Facts) -> Iterator[Finding]:
@@ -529,27 +541,34 @@ def check_network(facts: Facts) -> Iterator[Finding]:
             speeds[name] = states[name].speed
     yield judge_network(speeds, facts.site.network_interface)
     if facts.site.network_interface is None:
-        yield from judge_host_name(*_addresses())
+        yield from judge_host_name(_addresses(), _best_first(speeds))
 
 
-def _addresses() -> tuple[str, set[str]]:
-    """Return this machine's host name, and the addresses to which it resolves here; none if to none."""
-    name = socket.gethostname()
+def _addresses() -> set[str]:
+    """Return the addresses to which this machine's host name resolves here; none if to none."""
     try:
-        return name, {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
+        return {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
     except OSError:
-        return name, set()
+        return set()
 
 
-def judge_host_name(name: str, addresses: Collection[str]) -> Iterator[Finding]:
+def _best_first(speeds: Mapping[str, int]) -> list[str]:
+    """Return the interfaces, those that are fast by their names first, then by speed in Mbit/s."""
+    return sorted(speeds, key=lambda name: (FAST.match(name) is None, -speeds[name], name))
+
+
+def judge_host_name(addresses: Collection[str], interfaces: Sequence[str]) -> Iterator[Finding]:
     """Yield a finding if a node's name resolves to no address at which other nodes reach it.
 
-    gloo, with which trainer ranks of several nodes connect, uses the address of the name.
+    gloo, with which trainer ranks of several nodes connect, uses the address of the name. addresses: those to
+    which the name resolves. interfaces: those that lead to other nodes, the best first. The finding omits the
+    name, so that equal findings of several nodes can be joined.
     """
     if all(ip_address(address.partition("%")[0]).is_loopback for address in addresses):
         where = f"leads to {' and '.join(sorted(addresses))}" if addresses else "cannot be resolved"
-        found = f"the node's own name, {name}, {where} there, so that trainers of other nodes do not reach it"
-        yield warning("host name", found, "set network_interface in the site file to the nodes' network")
+        found = f"the node's own name {where} there, so that trainers of other nodes do not reach it"
+        chosen = ": ".join(["network_interface", *interfaces[:1]])
+        yield warning("host name", found, f"set {chosen} in the site file")
 
 
 def judge_network(speeds: Mapping[str, int], chosen: str | None) -> Finding:
@@ -560,7 +579,7 @@ def judge_network(speeds: Mapping[str, int], chosen: str | None) -> Finding:
     """
     if not speeds:
         return warning(NETWORK, "no interface leads to other nodes", "ask how nodes reach each other")
-    names = sorted(speeds, key=lambda name: (FAST.match(name) is None, -speeds[name], name))
+    names = _best_first(speeds)
     best = names[0]
     if chosen and chosen not in speeds:
         why = "is the loopback, which other nodes cannot reach" if chosen == "lo" else "does not exist here"

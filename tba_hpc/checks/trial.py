@@ -64,6 +64,12 @@ TROUBLE = re.compile(
 )
 """Pattern of the errors in a job's log."""
 
+SETUP_TROUBLE = re.compile(
+    r"^\S+: line \d+: (?! *\d+ ).*\S|^Lmod has detected the following error: .*\S|^ERROR: .*module.*\S",
+    re.MULTILINE,
+)
+"""Pattern of the errors that bash or a module command prints, but not of bash's words on a killed process."""
+
 UNREACHED = re.compile(r"did not (?:join the world|welcome all ranks)")
 """Pattern of the error of ranks that have started but cannot exchange messages."""
 
@@ -215,7 +221,8 @@ def verdict(run: RunDir, site: Site, split: Plan, hosts: Sequence[str], *, excha
     if len(hosts) == NODES:
         one = ok(TITLE, f"{how} joined {ranks} ranks on {' and '.join(hosts)} ({split.form} job)")
         found = f"the ranks joined, but their messages did not arrive: {trouble}; see {run.path}"
-        return [one] if exchanged else [one, problem(BROADCAST, found, NO_NETWORK)]
+        setup = _of_setup(log)
+        return [one, *setup] if exchanged else [one, problem(BROADCAST, found, NO_NETWORK), *setup]
     if alone := ALONE.search(trouble):
         found = f"{how} started {ranks} ranks, each in an MPI world of its own"
         return [problem(TITLE, found, f"set mpi: {alone[1]} in the site file")]
@@ -228,3 +235,10 @@ def verdict(run: RunDir, site: Site, split: Plan, hosts: Sequence[str], *, excha
     if PMIX_TROUBLE.search(log):
         remedy += "; PMIX_MCA_gds: hash under environment in the site file may help"
     return [problem(TITLE, f"{how} failed: {trouble}", remedy)]
+
+
+def _of_setup(log: str) -> list[Finding]:
+    """Return a warning that quotes errors of the site's own lines; the batch script goes on after them."""
+    lines = list(dict.fromkeys(SETUP_TROUBLE.findall(log)))[:3]
+    found = f"the job's log has: {'; '.join(lines)}"
+    return [warning("setup", found, "correct the site keys setup and modules")] if lines else []

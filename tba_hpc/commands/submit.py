@@ -46,7 +46,10 @@ NOT_SUBMITTED = "finished"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """Submission that has passed all checks. after: id of the job that must end first, if any."""
+    """Submission that has passed all checks.
+
+    after: id of the job that must end first, if any. at_work: id of the job that the run has already, if any.
+    """
 
     submission: Submission
     site: Site
@@ -55,6 +58,7 @@ class Ready:
     run: RunDir
     warnings: Sequence[Finding]
     after: str | None
+    at_work: str | None = None
 
     def script(self, link: str | None = None) -> str:
         """Return the batch script. link: id of the previous job of the run's chain, if any."""
@@ -65,40 +69,46 @@ class Ready:
 def submit(submissions: Sequence[Submission], *, wait: bool, as_json: bool) -> bool:
     """Submit all runs that are not finished, and print what was done. Checks all before it submits any.
 
+    Of several runs, those with a job keep it and are skipped; a single run with a job is refused.
+
     wait: whether to wait until the jobs have ended. as_json: whether to print JSON. Returns False if it has
     waited and some run is not finished. Raises ConfigError, StateError, DiskFullError, LaunchError or
     SlurmError with one sentence.
     """
     slurm.require_slurm()
     found: dict[Path, list[Finding]] = {}
-    ready = [_check(submission, found) for submission in submissions]
+    several = len(submissions) > 1
+    ready = [_check(submission, found, several=several) for submission in submissions]
     paths = [one.run.path for one in ready]
     if twin := next((path for path in paths if paths.count(path) > 1), None):
         raise ConfigError(f"two of these would be the run {twin}: give one config another run.name")
     jobs: list[str | None] = []
     done: list[dict[str, Any]] = []
     try:
-        for one in ready:
-            jobs.append(None if is_done(one.run, one.config) else _submit(one))
+        for place, one in enumerate(ready):
+            jobs.append(_submit_one_of(ready, place) if several else _submit_unless_done(one))
             done.append(_done(one, jobs[-1]))
-            if len(ready) > 1 and not as_json:
+            if several and not as_json:
                 _tell_row(done)
     finally:  # if Slurm refuses one of several, the earlier ones are in the queue and must be reported
         if as_json and done:
-            print(json.dumps(done if len(ready) > 1 else done[0]))
-    if not as_json:
-        tell(done[0]) if len(ready) == 1 else _tell_commands(done)
+            print(json.dumps(done if several else done[0]))
+        elif several and done:
+            _tell_commands(done)
+    if not (as_json or several):
+        tell(done[0])
     if not wait:
         return True
     ended = [_ends_well(one.run, job) for one, job in zip(ready, jobs, strict=True)]
     return all(ended)
 
 
-def _check(submission: Submission, found: dict[Path, list[Finding]]) -> Ready:
+def _check(submission: Submission, found: dict[Path, list[Finding]], *, several: bool) -> Ready:
     """Check a submission, and return it with its site, config, plan and warnings. Raises ConfigError.
 
     found: warnings about configs, by config file. If this submission's file is not among them, its warnings
-    are added. They are thus found once for all seeds of a config.
+    are added. They are thus found once for all seeds of a config. several: whether it is one of several
+    submissions, so that its run may have a job.
     """
     site = submission.load_site()
     config, split = submission.resolve(site)
@@ -108,13 +118,23 @@ def _check(submission: Submission, found: dict[Path, list[Finding]]) -> Ready:
         found[submission.config] = _warnings(config, split, site, submission)
     run = RunDir.check(config)
     refuse_steps_behind(run, config)
-    slurm.refuse_active(run)
-    refuse_owned(run)
+    if not several:
+        slurm.refuse_active(run)
+    job = slurm_queue.active_job(run) if several else None
+    if job is None:
+        refuse_owned(run)
     after, remarks = _awaited(submission.after) if submission.after else (None, [])
     split = split if is_done(run, config) else separate_nodes(split, site)
     warnings = [*found[submission.config], *remarks]
     ready = Ready(
-        submission=submission, site=site, config=config, split=split, run=run, warnings=warnings, after=after
+        submission=submission,
+        site=site,
+        config=config,
+        split=split,
+        run=run,
+        warnings=warnings,
+        after=after,
+        at_work=job.number if job else None,
     )
     if new and not is_done(run, config) and (doubt := slurm.refuse_impossible(ready.script())):
         remedy = "compare the site file with sinfo -N -o '%N %T %c %m %G'; if no node fits, type tba stop"
@@ -157,6 +177,28 @@ def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
         return last, []
     found = f"--after {path}: no job of that run is queued or running, so there is nothing to wait for"
     return None, [warning("after", found, "submit that run first if this one is to follow it")]
+
+
+def _submit_unless_done(ready: Ready) -> str | None:
+    return None if is_done(ready.run, ready.config) else _submit(ready)
+
+
+def _submit_one_of(ready: Sequence[Ready], place: int) -> str | None:
+    """Submit the run at ``place``, unless it has a job or is finished; return its job's id, if any.
+
+    Raises SubmitError, which names the run and those after it, if Slurm refuses the job.
+    """
+    one = ready[place]
+    if one.at_work:
+        said = f"job {one.at_work} of {one.run.path} is queued or running already: not submitted again"
+        print(said, file=sys.stderr)
+        return one.at_work
+    try:
+        return _submit_unless_done(one)
+    except LaunchError as error:
+        later = [each for each in ready[place + 1 :] if not (each.at_work or is_done(each.run, each.config))]
+        rest = f" (nor {', '.join(each.run.path.name for each in later)})" if later else ""
+        raise slurm.SubmitError(f"{one.run.path} is not submitted{rest}; {error}") from None
 
 
 def _submit(ready: Ready) -> str:
@@ -254,7 +296,8 @@ def _tell_commands(done: Sequence[dict[str, Any]]) -> None:
     print("  each    tba status RUN, tba logs RUN -f, tba stop RUN", file=sys.stderr)
     if jobs:
         print(f"  queue   squeue --jobs {','.join(jobs)}", file=sys.stderr)
-    print(f"  compare {shlex.join(['tba', 'compare', *(one['run'] for one in done)])}", file=sys.stderr)
+    if len(done) > 1:
+        print(f"  compare {shlex.join(['tba', 'compare', *(one['run'] for one in done)])}", file=sys.stderr)
 
 
 def _tell_warnings(sentences: Sequence[str]) -> None:

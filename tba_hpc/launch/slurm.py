@@ -27,7 +27,6 @@ from tba_hpc.run.files import write_atomic
 from tba_hpc.run.slurm_queue import SlurmError, active_job, ask
 
 REMEDIES = {
-    "accounting/qos policy": "qos or time, ask for fewer --nodes, or wait for your other jobs",
     "account": "account",  # "Invalid account or account/partition combination"
     "partition": "partition",
     "qos": "qos",
@@ -42,6 +41,9 @@ REMEDIES = {
     "node configuration": "gpus_per_node, cpus_per_node, memory or constraint (see sinfo -o '%c %m %G')",
 }
 """Site key to change, by words in Slurm's error message. The first match counts."""
+
+LIMITS = ("accounting/qos policy", "maxsubmit", "maxjobs")
+"""Words in Slurm's error message for a limit on a user's jobs, which those in the queue may have reached."""
 
 UNAVAILABLE = "node configuration"
 """Words of ``sbatch --test-only`` if no nodes have what a job requests. It ignores nodes that are down or
@@ -143,7 +145,8 @@ def refusal(message: str, *, test_only: bool = False) -> str:
 
     message: output of sbatch. test_only: whether sbatch was only asked if Slurm would accept the job.
     """
-    found = re.findall(r"(?:error|failure): (Batch job submission failed: )?(.*\S)", message)
+    last_line = "error: Batch job submission failed: |allocation failure: "  # of sbatch, and with --test-only
+    found = re.findall(rf"(?:({last_line})|error: )(.*\S)", message)
     errors = list(dict.fromkeys(line for last, line in found if not last))
     # Slurm's last line may repeat one of sbatch: "Invalid partition name …" "invalid partition specified: x".
     begun = [line.lower().split()[:2] for line in errors]
@@ -153,6 +156,11 @@ def refusal(message: str, *, test_only: bool = False) -> str:
         if test_only:
             return f"Slurm did not answer ({said}): try again"
         return f"Slurm did not answer ({said}), but may have accepted the job: {LOOK}"
+    if any(words in said.lower() for words in LIMITS):
+        return (
+            f"Slurm refused the job: {said}; wait for your other jobs, ask for fewer --nodes, or change the "
+            "site key (or --sbatch option) qos or time"
+        )
     key = next((key for word, key in REMEDIES.items() if word in said.lower()), None)
     return f"Slurm refused the job: {said}" + (
         f"; change the site key (or --sbatch option) {key}" if key else ""

@@ -211,7 +211,9 @@ def _goes(run: RunDir, owner: Owner, number: signal.Signals, seconds: float) -> 
 def _again(run: RunDir) -> str:
     """Return the command that resumes the run: ``tba run``, or the ``tba submit`` of its last job."""
     events = read_events(run)
+    typed = [str(event["command"]) for event in events if event["event"] == "submitted"]
+    if events and events[-1]["event"] == "submitted":  # perhaps without a job, as Slurm has refused it
+        return typed[-1]
     if not events or not events[-1]["job"]:
         return shlex.join(["tba", "run", str(run.path)])
-    typed = [str(event["command"]) for event in events if event["event"] == "submitted"]
     return typed[-1] if typed else shlex.join(["tba", "submit", "--config", str(run.path), "--nodes", "N"])

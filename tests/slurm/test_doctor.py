@@ -77,8 +77,15 @@ def test_a_good_set_up_is_one_world(cluster: Cluster, tmp_path: Path, doctor: Do
     assert "low: a preempted job has 30 s (GraceTime)" in findings["preemption"]["found"]
     assert findings["requeue"]["level"] == "ok"
     problems = [found for found in findings.values() if found["level"] == "problem"]
-    assert (status, problems) == (0, [])
+    assert (status, problems) == (0, []) and "setup" not in findings
     assert list((tmp_path / "runs").iterdir()) == [], "the trial leaves nothing"
+
+
+def test_a_setup_line_that_fails_is_quoted(cluster: Cluster, doctor: Doctor) -> None:
+    status, findings = doctor(cluster, "--launch", setup=["no_such_command load foo/1.0"])
+    assert (status, findings["one MPI world"]["level"]) == (0, "ok"), findings["one MPI world"]
+    assert findings["setup"]["level"] == "warning"
+    assert findings["setup"]["found"].endswith(": no_such_command: command not found")
 
 
 def test_the_wrong_plugin_is_named(cluster: Cluster, doctor: Doctor) -> None:

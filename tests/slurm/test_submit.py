@@ -564,6 +564,35 @@ def test_all_jobs_of_each_chain_are_listed(cluster: Cluster, tmp_path: Path, fil
         assert cluster.jobs(int(chain[1]))[0]["Dependency"].startswith(f"afterany:{chain[0]}")
 
 
+def test_of_several_runs_those_left_by_a_refusal_are_named_and_submitted_next(
+    cluster: Cluster, tmp_path: Path, files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.submit("#!/bin/bash\n#SBATCH -N6 --exclusive --output=/dev/null\nsleep 600\n")
+    runs = [f"{tmp_path}/runs/small-seed{seed}" for seed in range(4)]
+    sbatch = tmp_path / "bin/sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(
+        f"#!/bin/bash\n[ $1 = --test-only ] || [ ! -e {runs[2]} ] || "
+        "{ echo 'sbatch: error: QOSMaxSubmitJobPerUserLimit' >&2; exit 1; }\n"
+        f'exec {shutil.which("sbatch")} "$@"\n'
+    )
+    sbatch.chmod(0o755)
+    with monkeypatch.context() as limited:
+        limited.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+        part = tba("submit", *files, "--seeds", "0-3", "--homogeneous")
+    first, second = (row.split() for row in part.stdout.splitlines()[1:])
+    assert (part.returncode, [first[1], second[1]]) == (2, runs[:2])
+    assert f"queue   squeue --jobs {first[0]},{second[0]}\n" in part.stderr
+    assert f"compare tba compare {runs[0]} {runs[1]}\n" in part.stderr
+    assert f"{runs[2]} is not submitted (nor small-seed3); Slurm refused" in part.stderr
+    rest = tba("submit", *files, "--seeds", "0-3", "--homogeneous")
+    assert rest.returncode == 0, rest.stderr
+    assert f"job {first[0]} of {runs[0]} is queued or running already: not submitted again\n" in rest.stderr
+    rows = [row.split() for row in rest.stdout.splitlines()[1:]]
+    assert rows[:2] == [first, second] and [run for _, run in rows] == runs
+    assert len({job for job, _ in rows}) == 4
+
+
 def test_submit_waits_and_returns_failure(cluster: Cluster, tmp_path: Path, files: list[str]) -> None:
     """Real ranks, which find no model; they are not started again, since only the user can fix that."""
     site = tmp_path / "site.yaml"
