@@ -266,7 +266,7 @@ def submit(
     if dry_run or print_only:
         typer.echo("\n".join(submissions.script(one, make=print_only) for one in jobs), nl=False)
         if dry_run:
-            typer.echo("not checked: Slurm and this machine, which tba submit checks first", err=True)
+            typer.echo("Slurm and this machine were not checked; without --dry-run they are", err=True)
         return
     from tba_hpc.commands import submit as slurm_job
 

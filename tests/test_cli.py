@@ -188,7 +188,7 @@ def test_submit_needs_no_more_than_nodes_and_says_what_it_takes(
     assert f"submit --config {run} --site" in tba("status", run, "--once").stdout
     assert (
         f"type: tba fetch {quote(str(config))} --site {quote(str(site))}\n" in named.stderr
-        and named.stderr.endswith("\nnot checked: Slurm and this machine, which tba submit checks first\n")
+        and named.stderr.endswith("\nSlurm and this machine were not checked; without --dry-run they are\n")
         and named.stderr.count("\n") == 2
     )
     assert "#SBATCH --job-name=tba-math-gsm8k\n" in done.stdout

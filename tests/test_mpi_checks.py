@@ -44,7 +44,7 @@ def test_ranks_are_told_which_library_to_load() -> None:
         mpi_library="$MPI_HOME/lib/libmpi.so"
     )
     own = _script(mpi_library="site", modules=["openmpi"], environment={"MPI4PY_LIBMPI": "/mine"})
-    assert own.index("module load openmpi") < own.index('MPI4PY_LIBMPI="/mine"')
+    assert own.index("load_modules openmpi") < own.index('MPI4PY_LIBMPI="/mine"')
     assert 'MPI4PY_LIBMPI=""' not in own
 
 

@@ -82,7 +82,7 @@ def test_the_wheel_has_every_file_of_the_package(python: Path, tmp_path: Path) -
 def test_submit_makes_a_script_that_nodes_can_run(python: Path, tmp_path: Path) -> None:
     done = _do(python.with_name("tba"), "submit", "--nodes", "8", "--dry-run", folder=tmp_path)
     package = _package(python, tmp_path)
-    assert [line.split(": ")[1] for line in done.stderr.splitlines()[:2]] == [
+    assert [line.split(", using ")[1] for line in done.stderr.splitlines()[:2]] == [
         f"{package}/configs/math_gsm8k.yaml",
         f"{package}/sites/generic.yaml",
     ]
