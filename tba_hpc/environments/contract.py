@@ -31,7 +31,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -41,12 +40,13 @@ from pydantic.errors import PydanticUserError
 from tba_hpc.config import ConfigError
 from tba_hpc.core.own_code import find_function, in_words
 from tba_hpc.environments.chat import Call, Message, parse_calls
+from tba_hpc.tasks.fields import FieldArguments, Fields
 
 NO_TOOLS = ("reset", "get_reward", "step")
 """Public methods of an environment that are not tools."""
 
 STEP_RESULT = ("messages", "done", "reward")
-"""What ``step`` returns."""
+"""Names of the three values that ``step`` returns."""
 
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -86,10 +86,10 @@ class Contract:
         self.has_step, self.has_reward = "step" in found, "get_reward" in found
         if not self.tools and not self.has_step:
             raise ConfigError(f"{self._key} offers the model nothing to do: give it a tool, or step()")
-        parameters = list(inspect.signature(found["reset"]).parameters.values())[1:]
+        _, *parameters = inspect.signature(found["reset"]).parameters.values()
+        self._takes_seed = any(parameter.name == "seed" for parameter in parameters)
+        self.reset_arguments = FieldArguments(f"{self._key}: reset()", parameters, given=("seed",))
         self._prepare: Callable[[], None] = getattr(self.make, "prepare", lambda: None)
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._named = {p.name: p.default is p.empty for p in parameters if p.kind in BY_NAME}
 
     def prepare(self) -> None:
         """Call the class's ``prepare()``, if it has one. Any error becomes a ConfigError."""
@@ -137,22 +137,9 @@ class Contract:
         self.schemas.append({"type": "function", "function": function})
         self.arguments[name] = parameters["properties"]
 
-    def require(self, row: Mapping[str, object], line: str) -> None:
-        """Raise ConfigError if a row lacks a field that ``reset`` needs. line: what errors call the row."""
-        lacking = [name for name, needed in self._named.items() if needed and name not in {**row, "seed": 0}]
-        if lacking:
-            raise ConfigError(
-                f"{self._key}: reset() takes {lacking[0]!r}, which {line} lacks: add the field, as in "
-                f'{{"prompt": "…", "{lacking[0]}": …}}'
-            )
-
-    def fields(self, row: Mapping[str, object], seed: int) -> dict[str, object]:
-        """Return the arguments of ``reset``: fields of the row, and ``seed`` unless the row has one.
-
-        The fields are copies, because other episodes get the same row.
-        """
-        given = {"seed": seed} if "seed" in self._named else {}
-        return given | {name: deepcopy(row[name]) for name in row if self._takes_all or name in self._named}
+    def fields(self, row: Fields, seed: int) -> dict[str, object]:
+        """Return the arguments of ``reset``: fields of the row, and ``seed`` unless the row has one."""
+        return ({"seed": seed} if self._takes_seed else {}) | self.reset_arguments.of(row)
 
 
 def _parameters(tool: TypeAdapter[Any], method: Callable[..., Any]) -> dict[str, Any]:

@@ -23,9 +23,8 @@ from tba_hpc.core.types import Completion, Prompt, Request, Split
 from tba_hpc.environments.chat import Chat
 from tba_hpc.environments.contract import Contract, Session
 from tba_hpc.environments.conversations import Conversations
-from tba_hpc.tasks.fields import Unusable, filled_in
+from tba_hpc.tasks.fields import Fields, LackingError, Unusable, filled_in
 from tba_hpc.tasks.jsonl import Jsonl
-from tba_hpc.tasks.rewards import Fields
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -68,20 +67,17 @@ class Conversational(Jsonl):
         self._encode = self._chat.encode
         self._opened: dict[Prompt, tuple[object, Prompt]] = {}
 
-    def require(self, row: Fields, line: str) -> None:
-        """Raise ConfigError if a row lacks a field, or if the chat template does not support its tools."""
-        super().require(row, line)
-        self.require_start(row, line)
-        if row.get("tools"):
-            self._chat.require("tool")
-
-    def require_start(self, row: Fields, line: str) -> None:
-        """Raise ConfigError if a row lacks a field that an episode needs. line: what errors call the row."""
+    def require_start(self, row: Fields) -> None:
+        """Raise Unusable if a row lacks a field that an episode needs."""
 
     def _checked(self, row: Fields) -> Fields:
+        """Return the row unchanged. Raises Unusable, or ConfigError if the chat template has no tools."""
         tools = row.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise Unusable("'tools' is not a list of schemas, each an object")
+        if tools:
+            self._chat.require("tool")
+        self.require_start(row)
         return super()._checked(row)
 
     def identity(self, row: Fields) -> str:
@@ -103,22 +99,26 @@ class Conversational(Jsonl):
         exactly one field.
         """
         row = self._asked(text)
-        self.require(row, "the question")
         prompt = Prompt(0, self._encode(self.shown(row)), "")
         self._rows[prompt] = row
         return prompt
 
     def _asked(self, text: str) -> Fields:
-        """Return the row of a user's question. Raises ConfigError if it is a row that cannot be used."""
+        """Return the row of a user's question. Raises ConfigError if an episode cannot begin with it."""
         row: object = None
         with suppress(ValueError, RecursionError):
             row = json.loads(text)
-        if not isinstance(row, dict):
-            return {"prompt": text, **dict.fromkeys(self._needed if len(self._needed) == 1 else (), text)}
         try:
-            return self._checked(row)
+            if isinstance(row, dict):
+                return self._checked(row)
+            named = self._needed if len(self._needed) == 1 else ()
+            plain = {"prompt": text, **dict.fromkeys(named, text)}
+            self.require_start(plain)
+            return plain
         except Unusable as error:
-            raise ConfigError(f"the question cannot be used as a row: {error}") from None
+            field = error.field if isinstance(error, LackingError) else ""
+            whole = f'; give a whole row, such as {{"prompt": "…", "{field}": …}}' if field else ""
+            raise ConfigError(f"the question cannot be used as a row: {error}{whole}") from None
 
     @abstractmethod
     def session(self, request: Request) -> Any:
@@ -201,9 +201,9 @@ class Environment(Conversational):
         self.roles = ["tool"] * bool(self._contract.tools) + ["user"] * self._contract.has_step
         super().__init__(tokenizer, step_seconds=step_seconds, **options)
 
-    def require_start(self, row: Fields, line: str) -> None:
-        """Raise ConfigError if a row lacks a field that ``reset`` needs."""
-        self._contract.require(row, line)
+    def require_start(self, row: Fields) -> None:
+        """Raise LackingError if a row lacks a field that ``reset`` needs."""
+        self._contract.reset_arguments.require(row)
 
     def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
         """Prepare the environment; return a generator of conversations that uses ``generator`` for turns."""

@@ -18,7 +18,7 @@ from tba_hpc.run.directory import RunDir
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What to evaluate. config: names the model and the task. reference: path of the reference, or None."""
+    """Model and task to evaluate, as config; reference: path of the reference, or None."""
 
     config: Config
     reference: str | None

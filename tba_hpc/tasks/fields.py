@@ -1,10 +1,20 @@
-"""Turns fields of a row into text, in templates and in messages, and finds the answer in a model's text."""
+"""Gives fields of a row to a user's functions, and to templates and messages as text.
+
+It also finds the answer in a model's text.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+
+from tba_hpc.core.wording import did_you_mean
+
+Fields = Mapping[str, object]
+"""A row of a data set."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that the messages of a prompt may have."""
@@ -15,13 +25,19 @@ ANSWERED = ("user", "tool")
 KINDS: Mapping[type, str] = {type(None): "null", bool: "true or false", list: "a list", dict: "an object"}
 """Names, in errors, of the types that a field must not have where text is needed."""
 
+OF_TRL = ("completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric", "environments")
+"""Arguments that TRL gives to reward functions besides the columns of the data."""
+
+TRL_PASSES = "TRL passes this, tba does not: give it a default or leave it out"
+"""Remedy for a function that takes one of OF_TRL."""
+
 
 class Unusable(ValueError):
     """Raised for an unusable row; the message says why."""
 
 
 class LackingError(Unusable):
-    """Raised for a row without a field that a reward function takes.
+    """Raised for a row without a field that a user's function takes.
 
     key: config key of the function, with its name. field: name of the field.
     """
@@ -29,6 +45,35 @@ class LackingError(Unusable):
     def __init__(self, key: str, field: str, remedy: str) -> None:
         super().__init__(f"{key} takes {field!r}, which it lacks: {remedy}")
         self.key, self.field, self.remedy = key, field, remedy
+
+
+class FieldArguments:
+    """Arguments of a user's function that are fields of a row.
+
+    key: config key of the function, with its name. parameters: those of the function, without the first one.
+    given: names of arguments that it gets in any case. needs: names of the fields that every row must have.
+    """
+
+    def __init__(
+        self, key: str, parameters: Sequence[inspect.Parameter], *, given: Sequence[str] = ()
+    ) -> None:
+        self._key = key
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        named = [parameter for parameter in parameters if parameter.kind in by_name]
+        self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        self._names = {parameter.name for parameter in named}
+        self.needs = [each.name for each in named if each.default is each.empty and each.name not in given]
+
+    def require(self, row: Fields) -> None:
+        """Raise LackingError if the row lacks a field that the function needs."""
+        for name in self.needs:
+            if name not in row:
+                known = did_you_mean(name, row, f"found {', '.join(row)}")
+                raise LackingError(self._key, name, TRL_PASSES if name in OF_TRL else known)
+
+    def of(self, row: Fields) -> dict[str, object]:
+        """Return copies of the fields that the function takes. It may change a list or an object."""
+        return {name: deepcopy(row[name]) for name in row if self._takes_all or name in self._names}
 
 
 def as_text(value: object) -> str:

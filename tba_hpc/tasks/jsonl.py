@@ -22,10 +22,10 @@ from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.core.ports import ChatTokenizer, Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.tasks.data import Table, sources_of
-from tba_hpc.tasks.fields import Unusable, as_text, filled_in, require_messages, require_text
+from tba_hpc.tasks.fields import Fields, Unusable, as_text, filled_in, require_messages, require_text
 from tba_hpc.tasks.judge import Judge
 from tba_hpc.tasks.program import Program
-from tba_hpc.tasks.rewards import Fields, Function, make_rewards
+from tba_hpc.tasks.rewards import Function, make_rewards
 from tba_hpc.tasks.rows import Rows
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Jsonl(Rows[Fields]):
         self._rewards = make_rewards(reward)
         self._functions = [one for one in self._rewards.values() if isinstance(one, Function)]
         self._needed = set(re.findall(r"\{(\w+)\}", template))
-        fields = sorted(self._needed.union(*(function.needs for function in self._functions)))
+        fields = sorted(self._needed.union(*(function.arguments.needs for function in self._functions)))
         self._table = Table(
             sources=sources_of(train_file, test_file, {}),
             parse=self._checked,
@@ -115,8 +115,6 @@ class Jsonl(Rows[Fields]):
         If the prompt is a list of messages, its text is what the chat template makes of them.
         """
         found = self._table.rows(split)
-        for number, row in enumerate(found, start=1):
-            self.require(row, f"row {number} of the {split} rows")
         self._tell_blank(split, found)
         texts = [self.shown(row) for row in found]
         self._tell_left_out(split, found, texts)
@@ -140,16 +138,10 @@ class Jsonl(Rows[Fields]):
                 *(len(lost), split, lost[0]["content"], lost[0]["role"]),
             )
 
-    def require(self, row: Fields, line: str) -> None:
-        """Raise ConfigError if a row cannot be used at all. Subclasses check more than ``_checked`` does.
-
-        line: what errors call the row.
-        """
-
     def _tell_blank(self, split: Split, rows: Sequence[Fields]) -> None:
         """Log a warning if a field that a reward function needs is null or a blank text in some rows."""
         for function in self._functions:
-            for name in function.needs:
+            for name in function.arguments.needs:
                 blank = [n for n, row in enumerate(rows, 1) if not as_text(row[name]).strip()]
                 if blank:
                     log.warning(
@@ -208,7 +200,7 @@ class Jsonl(Rows[Fields]):
             if row[name] is None:
                 raise Unusable(f"{name!r} is null, but the judge is to see it")
         for function in self._functions:
-            function.require(row)
+            function.arguments.require(row)
         return row
 
     def encode_question(self, text: str) -> np.ndarray:

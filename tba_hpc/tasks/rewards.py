@@ -22,15 +22,13 @@ import reprlib
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
-from copy import deepcopy
 from itertools import groupby
 from types import FrameType
 from typing import Any
 
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.core.own_code import IN_TIME, OF_A_FILE, find_function, in_words, raised_at, where_is
-from tba_hpc.core.wording import did_you_mean
-from tba_hpc.tasks.fields import LackingError
+from tba_hpc.tasks.fields import FieldArguments, Fields
 from tba_hpc.tasks.judge import Judge
 from tba_hpc.tasks.program import Program
 
@@ -54,20 +52,11 @@ ONE_ROW = (
 )
 """Explanation for functions written for TRL, where the other arguments are lists."""
 
-OF_TRL = ("completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric", "environments")
-"""Arguments that TRL passes to a function besides the row's fields."""
-
-TRL_PASSES = "TRL passes this, tba does not: give it a default or leave it out"
-"""Remedy for functions that need one of the arguments OF_TRL."""
-
 GIVE = "give a number for each completion"
 """Remedy for functions that return something else."""
 
 ONE_GROUP = "if it raises during the run, that group is set aside, and ten such groups in a row end the run"
 """Explanation for functions that raise in the trial call, perhaps only because the text is empty."""
-
-Fields = Mapping[str, object]
-"""A row of a JSONL file."""
 
 Answer = tuple[Fields, str]
 """A row, and the text of a completion of its prompt."""
@@ -125,21 +114,8 @@ class Function:
                 f"or completions, for a list of them{around}"
             )
         self._together = first == "completions"
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._named = {p.name: p.default is p.empty for p in parameters[1:] if p.kind in _BY_NAME}
+        self.arguments = FieldArguments(key, parameters[1:])
         self._first = first
-
-    @property
-    def needs(self) -> list[str]:
-        """Names of the fields that every row must have."""
-        return [name for name, needed in self._named.items() if needed]
-
-    def require(self, fields: Fields) -> None:
-        """Raise LackingError if a row lacks a field that the function needs."""
-        for name in self.needs:
-            if name not in fields:
-                known = did_you_mean(name, fields, f"found {', '.join(fields)}")
-                raise LackingError(self.key, name, TRL_PASSES if name in OF_TRL else known)
 
     def try_on(self, fields: Fields, seconds: float = math.inf) -> None:
         """Call the function once with a row and empty completions, in a thread, as the scorer does.
@@ -227,18 +203,12 @@ class Function:
         )
 
     def _fields(self, row: Fields) -> Fields:
-        """Return copies of the fields that the function takes, since it may change a list or an object."""
-        return {
-            name: deepcopy(value)
-            for name, value in row.items()
-            if name != self._first and (self._takes_all or name in self._named)
-        }
+        """Return copies of the fields that the function takes, without one that its first argument hides."""
+        return {name: value for name, value in self.arguments.of(row).items() if name != self._first}
 
 
 CALL_REFUSED = re.compile(r"required (?:positional|keyword-only) argument|unexpected keyword argument")
 """Pattern of the message of the TypeError by which Python refuses a call with wrong arguments."""
-
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def _tried(call: Callable[[], object], seconds: float) -> tuple[BaseException | None, bool, str]:

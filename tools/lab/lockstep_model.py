@@ -225,7 +225,7 @@ class Lockstep:
 
 
 class Learner:
-    """What DeepSpeedLearner does on one rank, without DeepSpeed. It computes the reference of each batch."""
+    """Learner of one rank that computes the reference of each batch. It uses no DeepSpeed."""
 
     def __init__(self, config: Config, *, published_proximal: bool = False) -> None:
         train = self._train = config.train

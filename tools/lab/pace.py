@@ -1,4 +1,4 @@
-"""How fast steps are if generation dominates: long, uneven answers and small batches.
+"""Measures the speed of steps if generation dominates: long, uneven answers and small batches.
 
 The experiment says nothing about learning. How much a step teaches depends on the age of its data, which the
 table also shows.

@@ -1,4 +1,4 @@
-"""How fast a searcher generates if a program leads the conversations, compared with an environment.
+"""Measures how fast a searcher generates if a program leads the conversations, compared with an environment.
 
     python tools/lab/program_pace.py [--width 768 --layers 8] [--sequences 4] [--episodes 12]
 

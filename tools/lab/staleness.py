@@ -47,7 +47,7 @@ Key = tuple[str, int]
 """Objective and lag."""
 
 Figures = Mapping[str, Any]
-"""What ``lockstep_model.measure`` returns."""
+"""Result of ``lockstep_model.measure``."""
 
 
 class Exact:

@@ -1,4 +1,4 @@
-"""What a run costs at scale: one bench per module, run by ``tools/bench_scale.py``."""
+"""Measures the cost of a run at scale: one bench per module, run by ``tools/bench_scale.py``."""
 
 from tba_hpc.report.tables import Cell
 

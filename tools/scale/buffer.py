@@ -1,4 +1,4 @@
-"""What a replay buffer of a million costs the trainer's loop: merges, snapshots, and the longest of each.
+"""Measures the cost of a replay buffer of a million for the trainer: merges, snapshots, the longest of each.
 
 A shard holds 4 groups of 8 completions of 30 to 90 tokens. Prompts repeat after 31,250 groups, so the full
 buffer has about 32 completions of each prompt. Everything runs in one process.

@@ -1,4 +1,4 @@
-"""What summary, report and status cost at the end of a long run with many searchers.
+"""Measures what summary, report and status cost at the end of a long run with many searchers.
 
 The run is synthetic. Readers of metrics use digests and the last lines of each file. Digests are made by the
 code of a run, but from every THINNING-th record, so that curves span the whole time. All earlier lines of a

@@ -1,4 +1,4 @@
-"""What a node sees of this machine: empty private folders, and within them this checkout."""
+"""Gives a node its own view of this machine: empty private folders, and within them this checkout."""
 
 from __future__ import annotations
 
