@@ -22,11 +22,12 @@ from conversing import REWRITING, Stage, make_tokenizer
 
 from tba_hpc.config import ConfigError, TaskSection, load_config
 from tba_hpc.core.types import Completion, Prompt, Request, Sampling, Split
-from tba_hpc.environments.agent import Agent
+from tba_hpc.environments.agent import COMMAND, Agent
 from tba_hpc.environments.endpoint import LARGEST_BODY
 from tba_hpc.environments.protocol import ChatRequest, RefusedError
 from tba_hpc.run.listeners import owner
 from tba_hpc.tasks import load_task
+from tba_hpc.tasks.program import require_program
 
 ROOT = Path(__file__).parents[1]
 SMOLAGENTS = ROOT / ".cache/smolagents/bin/python"
@@ -167,7 +168,7 @@ def test_the_example_has_the_program_of_the_page_and_right_sums(monkeypatch: pyt
     monkeypatch.syspath_prepend(example)
     task = load_task(load_config(example / "agent.yaml").task, make_tokenizer("hermes"))
     assert isinstance(task, Agent)
-    task.try_rewards()
+    require_program(COMMAND, task.words)
     splits = [task.prompts(split) for split in get_args(Split)]
     assert sorted(map(len, splits)) == [8, 8, 48]
     for row in (task.row(prompt) for prompts in splits for prompt in prompts):

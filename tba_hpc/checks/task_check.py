@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -61,39 +62,39 @@ def check(config: Config, *, try_rewards: bool = False) -> None:
     refuse_long_prompts(task, config)
     refuse_few_prompts(task, config)
     if isinstance(tokenizer, FileTokenizer) and isinstance(task, Rows):
-        warn_of_control_tokens(task, tokenizer)
+        texts = _written(task, tokenizer)
+        warn_of_control_tokens(texts, tokenizer)
         if is_chat(config) and tokenizer.has_chat:
-            warn_of_rendered_rows(task, tokenizer)
+            warn_of_rendered_rows(texts, tokenizer)
     if try_rewards and isinstance(task, Jsonl):
         task.try_rewards(config.launch.silence_seconds)
 
 
-def warn_of_control_tokens(task: Rows[Any], tokenizer: FileTokenizer) -> None:
+def warn_of_control_tokens(texts: Sequence[np.ndarray], tokenizer: FileTokenizer) -> None:
     """Log a warning if the text of training rows contains special tokens, which may end a message early.
 
-    Special tokens that all prompts contain are ignored, since
-    they come from the task's template.
+    texts: result of ``_written``. Special tokens that all prompts contain are ignored, since they come from
+    the task's template.
     """
-    prompts, special = task.prompts("train"), tokenizer.control_tokens
-    found = [tokens[np.isin(tokens, special)] for tokens in _written(task, tokenizer)]
+    found = [tokens[np.isin(tokens, tokenizer.control_tokens)] for tokens in texts]
     fewest = min(map(len, found))
     odd = [number for number, tokens in enumerate(found) if len(tokens) > fewest]
     if odd:
-        token, text = tokenizer.decode_whole(found[odd[0]][-1:]), tokenizer.decode(prompts[odd[0]].tokens)
+        token, text = tokenizer.decode_whole(found[odd[0]][-1:]), tokenizer.decode(texts[odd[0]])
         log.warning(
             f"{len(odd)} of {len(found)} train prompts contain special tokens in their text, such as {token} "
             f"in {text[:60]!r}: the model obeys them, so remove them from the rows unless they are intended"
         )
 
 
-def warn_of_rendered_rows(task: Rows[Any], tokenizer: FileTokenizer) -> None:
+def warn_of_rendered_rows(texts: Sequence[np.ndarray], tokenizer: FileTokenizer) -> None:
     """Log a warning if training rows begin with a special token with which the chat template begins.
 
-    They are probably rendered already, and would be rendered again as the text of a user's message.
+    They are probably rendered already, and would be rendered again as the text of a user's message. texts:
+    result of ``_written``.
     """
     before = tokenizer.render([ASKED], tools=(), ask=True).partition(ASKED["content"])[0]
     opening = np.intersect1d(tokenizer.encode_rendered(before), tokenizer.control_tokens)
-    texts = _written(task, tokenizer)
     begun = [tokens[:1] for tokens in texts if len(tokens) and tokens[0] in opening]
     if begun:
         token = tokenizer.decode_whole(begun[0])

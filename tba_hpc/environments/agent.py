@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import secrets
 import subprocess
 import threading
@@ -274,11 +273,6 @@ class Agent(Conversational):
         self.words = [find_word(COMMAND, word) for word in command]
         self.memory_mb = memory_mb
         super().__init__(tokenizer, reward=reward, max_turns=max_turns, **options)
-
-    def try_rewards(self, seconds: float = math.inf) -> None:
-        """Raise ConfigError if this machine cannot start the program; then try the rewards, as Jsonl does."""
-        require_program(COMMAND, self.words)
-        super().try_rewards(seconds)
 
     def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
         """Start the endpoint; return a generator of whole conversations.

@@ -24,7 +24,6 @@ from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.tasks.data import Table, sources_of
 from tba_hpc.tasks.fields import Fields, Unusable, as_text, filled_in, require_messages, require_text
 from tba_hpc.tasks.judge import Judge
-from tba_hpc.tasks.program import Program
 from tba_hpc.tasks.rewards import Function, make_rewards
 from tba_hpc.tasks.rows import Rows
 
@@ -210,10 +209,10 @@ class Jsonl(Rows[Fields]):
         return self._encode(whole)
 
     def try_rewards(self, seconds: float = math.inf) -> None:
-        """Try each judge and each function once on the first training row; look for each program.
+        """Try each judge and each function once on the first training row.
 
-        seconds: time limit of a call. Raises ConfigError if a judge is unreachable, if a function cannot be
-        called with that row or returns no number, or if this machine cannot start a program.
+        seconds: time limit of a call. Raises ConfigError if a judge is unreachable, or if a function cannot
+        be called with that row or returns no number.
         """
         row = self.row(self.prompts("train")[0])
         for reward in self._rewards.values():
@@ -221,8 +220,6 @@ class Jsonl(Rows[Fields]):
                 reward.try_on(row)
             elif isinstance(reward, Function):
                 reward.try_on(row, seconds)
-            elif isinstance(reward, Program):
-                reward.require()
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """Return the weighted sum of all rewards for each completion; see also ``reward_parts``."""

@@ -136,10 +136,6 @@ class Program:
         self._words = [find_word(f"{key}.program", word) for word in section.program]
         self._pool = ThreadPoolExecutor(section.concurrency, "program")
 
-    def require(self) -> None:
-        """Raise ConfigError if the program cannot be started on this machine; see ``require_program``."""
-        require_program(f"{self._key}.program", self._words)
-
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
         """Run the program for each (row, completion), and return the numbers that it writes.
 
