@@ -118,10 +118,13 @@ def test_nvidia_smi_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     program.write_text(f'#!/bin/sh\ncat {tmp_path}/$([ "$1" = -L ] && echo list || echo table)\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    machine.nvidia_smi.cache_clear()
     assert machine.nvidia_smi() == A100
     broken = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
     program.write_text(f'#!/bin/sh\necho "{broken}"\n')
+    machine.nvidia_smi.cache_clear()
     assert machine.nvidia_smi() == ((), "", "", broken)
+    machine.nvidia_smi.cache_clear()
 
 
 @pytest.mark.parametrize(

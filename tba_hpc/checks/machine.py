@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from ipaddress import ip_address
 from pathlib import Path
@@ -203,10 +204,12 @@ def _major(version: str) -> int:
     return int(version.partition(".")[0] or 0)
 
 
+@cache
 def nvidia_smi() -> tuple[tuple[str, ...], str, str, str]:
     """Return the names of the GPUs, the driver's version, the newest CUDA that it supports, and an error.
 
-    The error is the output of nvidia-smi if it lists no GPU, else "".
+    The error is the output of nvidia-smi if it lists no GPU, else "". The program is asked once per process,
+    since it may take half a minute.
     """
     if shutil.which("nvidia-smi") is None:
         return (), "", "", "nvidia-smi is not on PATH"
