@@ -251,7 +251,7 @@ def test_what_goes_wrong_is_said_in_one_sentence_first(words: str, wrong: Case) 
         case({"staleness/mean": lambda step: step / 2}),  # drawn evenly from a growing buffer
         case({"staleness/mean": lambda step: step - 1.0}, exchange={"max_staleness": 100}),
         case({"staleness/mean": lambda step: 0.8 * step}, train={"steps": 10 * STEPS}),  # the first tenth
-        case({"staleness/mean": lambda step: abs(step - 40.0)}),  # a replay of all at once
+        case({"staleness/mean": lambda step: STEPS - float(step)}),  # a replay of all at once
         case({"train/better_log_weight": always(-4.0)}, SOLVED),
         case({}, evaluated({10: 0.9, 20: 0.82, 40: 0.93})),  # a sag
         case({"train/flat_groups": always(0.95)}, SOLVED),
@@ -326,7 +326,9 @@ def test_what_an_earlier_start_set_aside_is_told_as_such() -> None:
     for rejected in (7, 0, 2):
         searcher.take({"event": "started"})
         searcher.take({"search/version": 0, "search/trajectories": 0, "search/rejected": rejected})
-        said += [alert.short.partition(" (see")[0] for alert in alerts(searcher.trends, config(), [])]
+        all_searchers = Trends()
+        all_searchers.add(searcher.trends)
+        said += [alert.short.partition(" (see")[0] for alert in alerts(all_searchers, config(), [])]
     aside = "trajectories (100 %) set aside without a reward"
     assert said == [f"7 {aside}", f"7 {aside}, none since the last start", f"9 {aside}"]
 

@@ -13,7 +13,7 @@ from tiny_models import make_random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typed import tba
 
-from tba_hpc.commands.ask import Asked, Reply, _text, ask, print_answers
+from tba_hpc.commands.ask import Asked, Reply, _reply, _text, ask, print_answers
 from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.core.types import BEGIN, Completion, Sampling
 from tba_hpc.learner.hf_answers import HfAnswers
@@ -200,8 +200,10 @@ def test_an_answer_whose_environment_failed_says_so(capsys: pytest.CaptureFixtur
     reply = Reply("", False, 1, failed=True, fault="it is shut")
     print_answers(Asked("m", "float32", "cpu", "1+1?", 0.0, 8, [reply], 1.0))
     assert "[…its environment failed: it is shut]" in capsys.readouterr().out
-    print_answers(Asked("m", "float32", "cpu", "1+1?", 0.0, 8, [Reply("", False, 1, failed=True)], 1.0))
-    assert "[…its environment failed]" in capsys.readouterr().out, "it gave NaN"
+    nan = Completion(np.array([0]), np.zeros(1, np.float32), "stop", reward=np.nan)
+    print_answers(Asked("m", "float32", "cpu", "1+1?", 0.0, 8, [_reply("", nan)], 1.0))
+    out = capsys.readouterr().out
+    assert "[…its environment failed]" in out and "reward" not in out and "no text" not in out
     cut = Reply("1", True, 1, reward=0.5)
     print_answers(Asked("m", "float32", "cpu", "1+1?", 0.0, 8, [cut], 1.0))
     assert "1 […cut off] [reward 0.5]" in capsys.readouterr().out

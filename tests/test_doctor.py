@@ -458,7 +458,8 @@ def test_what_slurm_says_twice_is_told_once() -> None:
         "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy\n"
     )
     assert "job: QOSMaxSubmitJobPerUserLimit; Job violates accounting/QOS policy; wait for your" in limit
-    assert "; wait for your other jobs" in slurm.refusal("sbatch: error: AssocMaxSubmitJobLimit\n")
+    for reason in ("AssocMaxSubmitJobLimit", "QOSMaxJobsPerUserLimit"):
+        assert "; wait for your other jobs" in slurm.refusal(f"sbatch: error: {reason}\n")
     of_a_plugin = slurm.refusal(
         "sbatch: error: \n"
         "sbatch: error: Please give a project\n"
@@ -484,7 +485,7 @@ def test_a_lost_answer_is_no_refusal() -> None:
         "auks_api: cred 5 added\n4711;slaking",
         "Submitted batch job 4711\n42",
         " 4711 ",
-        "Your job 4711 is in the queue",
+        "job 1 of 5 allowed\nYour job 4711 is in the queue",
     ],
 )
 def test_the_job_that_sbatch_names_is_the_one_submitted(
@@ -528,6 +529,7 @@ def test_options_that_replace_those_of_the_script_are_told(option: str, warned: 
         (["--clusters=big"], "", "", True),
         (["-M big"], "", "small", True),
         (["-M big"], "", "big", False),
+        (["-M small", "--cluster=big"], "small", "small", True),  # the last of the script counts
         ([], "big", "", True),
         (["--mail-user=me"], "", "big", False),
     ],
@@ -554,6 +556,9 @@ def test_a_refusal_is_only_raised_and_not_printed(
         slurm.send(RunDir(tmp_path), "#!/bin/sh\n")
     assert capfd.readouterr().err == ""
     with pytest.raises(slurm.SubmitError, match=r"option\) qos"):
+        slurm.refuse_impossible("#!/bin/sh\n")
+    _sbatch(tmp_path, "echo 'sbatch: error: Memory specification can not be satisfied' >&2; exit 1")
+    with pytest.raises(slurm.SubmitError, match=r"option\) memory"):
         slurm.refuse_impossible("#!/bin/sh\n")
     _sbatch(tmp_path, "echo 'sbatch: error: Job violates accounting/QOS policy' >&2; exit 1")
     assert slurm.refuse_impossible("#!/bin/sh\n") == ""  # it may fit later
@@ -658,6 +663,7 @@ def test_a_folder_without_atomic_hard_links_is_named(tmp_path: Path, monkeypatch
     ("fault", "remedy"),
     [
         (errno.ENOSPC, "free space there or raise the quota, then type this again"),
+        (errno.EDQUOT, "free space there or raise the quota, then type this again"),
         (errno.EROFS, "make it writable, then type this again"),
     ],
 )
@@ -786,6 +792,7 @@ def test_gpus_for_one_process_alone_are_told() -> None:
     assert list(machine.judge_modes("Default\nDefault\n")) == []
     assert list(machine.judge_modes("[N/A]\n")) == []
     _says(machine.judge_modes("Default\nExclusive_Process\n"), "problem", "mode of GPUs is Exclusive_Process")
+    _says(machine.judge_modes("Prohibited\n"), "problem", "mode of GPUs is Prohibited")
 
 
 def test_packages_that_replace_those_of_the_environment_are_told(tmp_path: Path) -> None:
@@ -801,13 +808,17 @@ def test_packages_that_replace_those_of_the_environment_are_told(tmp_path: Path)
     _says(machine.judge_packages([tmp_path, home, own], prefix, own), "warning", words, "PYTHONNOUSERSITE=1")
 
 
-def test_a_node_whose_name_leads_to_itself_alone_is_told() -> None:
+def test_a_node_whose_name_leads_to_itself_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(machine.judge_host_name({"10.0.0.7"}, ["eth0"])) == []
     assert list(machine.judge_host_name({"127.0.1.1", "fe80::1%eth0"}, ["eth0"])) == []
     remedy = "set network_interface: eth0 in the site file"
     loopback = machine.judge_host_name({"127.0.1.1", "::1"}, ["eth0", "eth1"])
     _says(loopback, "warning", "own name leads to 127.0.1.1 and ::1 there", remedy)
     _says(machine.judge_host_name(set(), []), "warning", "cannot be resolved", "set network_interface in the")
+    monkeypatch.setattr(machine, "_addresses", lambda: {"127.0.1.1"})
+    for interface, told in (("eth0", False), (None, True)):
+        found = list(machine.check_network(Facts(site=Site(network_interface=interface))))
+        assert any(finding.name == "host name" for finding in found) == told
 
 
 def test_equal_findings_of_several_nodes_are_told_once() -> None:

@@ -82,7 +82,9 @@ def test_the_check_before_a_run_refuses_it(model: Path) -> None:
         check(config)
 
 
-def test_weights_that_cannot_be_trained_are_refused_with_the_remedy(model: Path) -> None:
+def test_weights_that_cannot_be_trained_are_refused_with_the_remedy(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An adapter would be added to the weights by transformers, but not by engines, without a word."""
     config = parse_config({"model": {"path": str(model)}, "task": {"name": "arithmetic"}})
     settings = json.loads((model / "config.json").read_text())
@@ -94,6 +96,14 @@ def test_weights_that_cannot_be_trained_are_refused_with_the_remedy(model: Path)
     (model / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"model holds a LoRA adapter .*: merge it into its model"):
         check(config)
+    cached = model.parent / "hub/models--org--small"
+    shutil.copytree(model, cached / "snapshots/0123abcd")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("0123abcd")
+    monkeypatch.setenv("HF_HUB_CACHE", str(cached.parent))
+    named = parse_config({"model": {"path": "org/small"}, "task": {"name": "arithmetic"}})
+    with pytest.raises(ConfigError, match=r"model\.path=org/small holds a LoRA adapter"):
+        check(named)
     (model / "config.json").unlink()
     with pytest.raises(ConfigError, match="model holds a LoRA adapter"):
         check(config)

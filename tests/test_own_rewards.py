@@ -32,7 +32,7 @@ from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.jsonl import Jsonl
-from tba_hpc.tasks.judge import Judge, JudgeError, rating
+from tba_hpc.tasks.judge import LONGEST_QUOTE, Judge, JudgeError, rating
 from tba_hpc.tasks.program import Program, ProgramError
 
 EXAMPLES = Path(__file__).parents[1] / "docs/examples/rewards"
@@ -57,6 +57,7 @@ def keyed(completions, prompt): return {i: 1.0 for i in range(len(completions))}
 def mixed(completions, prompt): return {float(i) for i in range(len(completions))}
 def paired(completions, tests, **kwargs): return [float(a == b) for a, b in zip(completions, tests)]
 def sharing(completions, prompt, tests): return [len({*one} & {*prompt}) / sum(tests) for one in completions]
+def whole(completions, tests): return [1.0 if len(tests) == 9 else None for _ in completions]
 def take(completions, tests): return [takes(completion, tests) for completion in completions]
 def logs(completions, answer, log_extra, **kwargs): return [0.0 for _ in completions]
 def far(completion, zone): return 0
@@ -345,9 +346,11 @@ def serving(answer: Any) -> Iterator[Server]:
     with Server(answer) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def chat(text: str | None) -> dict[str, Any]:
@@ -395,7 +398,9 @@ def test_a_chat_model_is_asked_by_the_template_and_its_last_number_counts(
         ('```json\n{"score": 7, "max_score": 10}\n```', 7),
         ('{"Rating": "7/10", "reason": "3 of 4 steps"}', 7),
         ("{'reward': -0.5, 'steps': 4}", -0.5),
+        ('{"score": "1,000", "of": 2000}', 1000),
         ('[{"score": 3}, {"score": 4}], in all 7', 7),
+        ('{"steps": [{"score": 3}, {"score": 4}]} In all: 7', 7),
         ('{"scores": [1, 2]}', 2),
         ('3 of 4 steps are right.\n```json\n{"score": 7, "max": 10}\n```\n', 7),
         ('{"score": 7}\n3 of 4 steps are right.', 7),
@@ -492,16 +497,26 @@ def test_a_busy_judge_is_asked_again_a_refusing_one_is_not_and_no_error_tells_th
         judge(server)([({}, "a")])  # it has gone
 
 
-def test_no_message_holds_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_message_holds_the_key(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Though the judge repeats it, at the end of what is quoted too."""
     monkeypatch.setenv("A_KEY", "s3cret-and-long")
     monkeypatch.setattr("tba_hpc.tasks.judge.RETRIES", 0)
-    for said in ({"error": "bad key Bearer s3cret-and-long"}, "x" * 68 + "s3cret-and-long"):
+    quoted = "x" * (LONGEST_QUOTE - 12) + "s3cret-and-long"
+    for said in ({"error": "bad key Bearer s3cret-and-long"}, quoted):
         with serving(lambda n, body, said=said: (200, said)) as server:
             judge = Judge("r", RewardSection(url=server.url, key_variable="A_KEY"))
             with pytest.raises(JudgeError, match="which holds no reward") as error:
                 judge([({}, "a")])
             assert "***" in str(error.value) and "s3cret" not in str(error.value)
+    cut = {"choices": [{"message": {"content": quoted}, "finish_reason": "length"}]}
+    for status, said in ((400, quoted), (200, cut)):
+        with serving(lambda n, body, status=status, said=said: (status, said)) as server:
+            section = RewardSection(url=server.url, model="m", prompt="{completion}", key_variable="A_KEY")
+            Judge("r", section).try_on({})
+            with pytest.raises(JudgeError, match=r"x\*\*\*") as error:
+                Judge("r", section)([({}, "a"), ({}, "b")])
+            assert "x***" in caplog.text and "s3cret" not in str(error.value) + caplog.text
+            caplog.clear()
     with _raw(b"Bearer s3cret-and-long\r\n\r\n") as port:
         judge = Judge("r", RewardSection(url=f"http://127.0.0.1:{port}/", key_variable="A_KEY"))
         with pytest.raises(JudgeError, match=r"Bearer \*\*\*"):
@@ -558,9 +573,11 @@ def _raw(answer: bytes, *, drip: bytes = b"", heard: list[bytes] | None = None) 
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=serve)
         thread.start()
-        yield server.getsockname()[1]
-        over.set()
-        thread.join()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            over.set()
+            thread.join()
 
 
 def test_a_function_that_gives_no_number_is_named_before_the_start(
@@ -646,6 +663,7 @@ def test_a_function_written_for_trl_is_named_before_the_start(
         ):
             make(own, f"own_rewards:{name}").try_rewards()
     make(own, "own_rewards:sharing").try_rewards()
+    make(own, "own_rewards:whole").try_rewards()  # a shortened list is only tried for the count
     (own / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     for name in ("placed", "chatty"):
         make(own, f"own_rewards:{name}").try_rewards()
@@ -713,7 +731,8 @@ def test_a_function_that_is_slow_at_first_is_told_and_left_to_the_run(
 def test_a_judge_that_is_away_or_refuses_is_named_before_the_start(
     own: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(lambda n, body: ({2: 401, 3: 422, 4: 307, 5: 405}.get(n, 200), 1)) as server:
+    refusals = {2: 401, 3: 422, 4: 307, 5: 405, 6: 403, 7: 404, 8: 404}
+    with serving(lambda n, body: (refusals.get(n, 200), 1)) as server:
         task = make(own, {"judge": {"url": server.url}})
         task.try_rewards()
         assert server.asked[0][1] == {**ROWS[0], "completion": ""}
@@ -726,8 +745,15 @@ def test_a_judge_that_is_away_or_refuses_is_named_before_the_start(
             "not judge an empty completion (status 422, '1')"
         ]
         for status in (307, 405):  # it has moved; its page takes no POST
-            with pytest.raises(ConfigError, match=rf"gave no answer \(status {status}, '1'\): correct url"):
+            with pytest.raises(ConfigError, match=rf"gave no answer \(status {status}, '1'\): correct url$"):
                 task.try_rewards()
+        with pytest.raises(ConfigError, match=r"\(status 403, '1'\): set .*\.key_variable"):
+            task.try_rewards()
+        with pytest.raises(ConfigError, match=r"\(status 404, '1'\): correct url$"):
+            task.try_rewards()
+        model = make(own, {"judge": {"url": server.url, "model": "m", "prompt": "{completion}"}})
+        with pytest.raises(ConfigError, match=r"\(status 404, '1'\): correct url or model$"):
+            model.try_rewards()
     with pytest.raises(ConfigError, match=r"refused\): start the judge first"):
         task.try_rewards()  # it has gone
 

@@ -10,11 +10,11 @@ import pytest
 from tba_hpc.checks.config_checks import (
     check_context_length,
     check_engine_arguments,
-    check_experts,
     check_files,
     check_unused,
 )
 from tba_hpc.checks.facts import Facts, Finding
+from tba_hpc.checks.lists import FILES
 from tba_hpc.checks.resources import (
     missing,
     missing_sentence,
@@ -219,13 +219,14 @@ def test_an_adapter_that_leaves_experts_as_they_are_is_told(tmp_path: Path) -> N
     for lora, fields, told in (
         ({}, {"num_experts": 128}, True),
         ({}, {"text_config": {"num_local_experts": 8}}, True),
+        ({}, {"n_routed_experts": 64}, True),
         ({"targets": ["q_proj"]}, {"num_experts": 128}, False),
         (None, {"num_experts": 128}, False),
         ({}, {"num_experts": 0}, False),
     ):
         (tmp_path / "config.json").write_text(json.dumps(fields))
         config = parse_config({"model": {"path": str(tmp_path), "lora": lora}})
-        found = list(check_experts(Facts(config=config)))
+        found = [finding for check in FILES for finding in check(Facts(config=config))]
         assert ["does not adapt the" in finding.found for finding in found] == [True] * told
 
 
@@ -293,6 +294,7 @@ def test_a_beta_without_effect_is_told_unless_it_is_the_default(
         (["train.objective=dr_grpo", "exchange.max_staleness=8"], False),
         (["train.objective=grpo", "buffer.replay_limit=1"], False),  # a queue: data are at most 8 old
         (["train.objective=tba_prime"], False),
+        (["train.objective=oapl"], False),
     ],
 )
 def test_a_policy_gradient_on_data_of_any_age_is_told(overrides: list[str], told: bool) -> None:

@@ -9,6 +9,7 @@ from recorded import new_run
 
 from tba_hpc.commands.submission import Submission, again
 from tba_hpc.commands.submit import Ready, _left_out, _short_time, _submit, submit_elastic
+from tba_hpc.config import ConfigError
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site
 from tba_hpc.report.run_state import RunMonitor, run_state
@@ -105,3 +106,5 @@ def test_a_finished_run_takes_no_searchers_however_many(
     run.finished_file.touch()
     submit_elastic(Submission(config=run.path, site=GENERIC, nodes=9))
     assert capsys.readouterr().out.startswith("finished already, so it takes no searchers: ")
+    with pytest.raises(ConfigError, match="--nodes 9 with 4 searchers each is more than the run takes"):
+        submit_elastic(Submission(config=run.path, site=GENERIC, nodes=9), show=True)

@@ -239,6 +239,15 @@ def test_a_full_disk_ends_the_job_with_a_sentence(
     assert read_events(run)[-1]["sentence"].startswith(sentence)
 
 
+def test_another_fault_of_the_system_is_no_refusal(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(_: supervise.JobState) -> str:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setitem(supervise.STAGES, "begin", away)
+    with pytest.raises(OSError, match="Stale file handle"):
+        supervise.main(["begin", str(run.path)])
+
+
 # --- ended ---
 
 
