@@ -2,7 +2,7 @@
 
     python tools/make_docs.py    # writes docs/{config,metrics,commands,design}.md
 
-In docs/coming-from.md only the tables are replaced. All other pages are written by hand.
+In docs/coming-from.md only the lists of keys are replaced. All other pages are written by hand.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PACKAGE = DOCS.parent / "tba_hpc"
 
 HEAD = "<!-- Made by tools/make_docs.py from the code: change it there. -->"
-TABLES = "<!-- What follows is made by tools/make_docs.py from the code: change it there. -->"
+LISTS = "<!-- What follows is made by tools/make_docs.py from the code: change it there. -->"
 
 
 def config_page() -> str:
@@ -214,14 +214,16 @@ def _command(command: TyperCommand) -> str:
 
 
 def coming_from_page() -> str:
-    """Return docs/coming-from.md with new tables, one per system; the text before them stays as it is."""
-    written, _, _ = (DOCS / "coming-from.md").read_text().partition(TABLES)
-    tables = []
+    """Return docs/coming-from.md with new lists, one per system; the text before them stays as it is."""
+    written, _, _ = (DOCS / "coming-from.md").read_text().partition(LISTS)
+    lists = []
     for system, about in elsewhere().items():
-        rows = [f"| {_code(theirs)} | {_code(ours)} | {differs} |" for theirs, ours, differs in about["keys"]]
-        head = f"## {system}\nRead: {about['read']}.\n\n| theirs | ours | what differs |\n|---|---|---|\n"
-        tables.append(head + "\n".join(rows))
-    return "\n\n".join([written + TABLES, *tables]) + "\n"
+        rows = [
+            f"- {_code(theirs)} → {_code(ours)}: {differs}".removesuffix(": ")
+            for theirs, ours, differs in about["keys"]
+        ]
+        lists.append(f"## {system}\nRead: {about['read']}.\n\n" + "\n".join(rows))
+    return "\n\n".join([written + LISTS, *lists]) + "\n"
 
 
 def _code(keys: str) -> str:
