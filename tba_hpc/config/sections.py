@@ -143,8 +143,8 @@ class RewardSection(Section):
     OpenAI-style chat endpoint, such as http://host:8000/v1/chat/completions."""
     program: tuple[str, ...] | None = Field(None, min_length=1)
     """Command that is run once per completion, without a shell. The word ``python`` stands for the run's
-    interpreter. Relative paths in it are looked up like modules. The program's time and memory are limited,
-    but it can read and write files and use the network like the run itself (docs/own-task.md)."""
+    interpreter. Relative paths are looked up like modules. Its time and memory are limited, but not what
+    files and network it may use (docs/own-task.md)."""
     weight: float = 1.0
     """Weight of this reward in the sum of rewards."""
     model: str | None = None
@@ -266,11 +266,11 @@ class BufferSection(Section):
     """Rule by which completions of a prompt count as duplicates; the buffer keeps only one of them. If unset:
     none in on-policy runs, else equal."""
     replay_limit: Count | None = None
-    """Number of steps that may learn from a trajectory before it is evicted; null: no limit. If the other
-    trajectories of its prompt are then too few for a group, they are evicted as well. The trainer waits while
-    too few prompts remain for a step. Together with exchange.max_staleness this key makes the buffer a queue.
-    In a queue, completions of the oldest weights are used first, most_on_policy is ignored, and a step waits
-    for unfinished completions that would otherwise become too stale."""
+    """Number of steps that may learn from a trajectory before it is evicted, together with others of its
+    prompt that are then too few for a group; null: no limit. The trainer waits while too few prompts remain
+    for a step. With exchange.max_staleness this key makes the buffer a queue: completions of the oldest
+    weights are used first, most_on_policy is ignored, and a step waits for unfinished completions that would
+    otherwise become too stale."""
 
     @property
     def deduplicate(self) -> bool:
@@ -360,9 +360,9 @@ class TrainSection(Section):
     score_centering: int = Field(0, ge=0)
     """Number k of the likeliest tokens that are recorded at each position for score centering (arXiv
     2609.20807), such as 32; 0: off. Score centering subtracts from the score ∇log π_θ of each token its mean
-    under the sampling policy, so that old data with a constant advantage have no effect on average. The
-    records take 6·k bytes per completion token. All tokens that are not recorded are treated as a single one.
-    Not for objectives that bound stale data themselves."""
+    under the sampling policy, so that old data with a constant advantage have no effect on average. Tokens
+    that are not recorded count as a single one. The records take 6·k bytes per completion token. Not for
+    objectives that bound stale data themselves."""
     reference: ReferenceChoice = FrozenReference()
     """Reference policy π_ref. If unset: behaviour with oapl, else frozen."""
     loss_normaliser: LossNormaliser | None = None
@@ -379,10 +379,9 @@ class TrainSection(Section):
     """K, the number of trajectories per group."""
     tokens_per_micro_batch: MayChange[Count | None] = None
     """Maximum number of tokens per forward and backward pass, at least model.context_length. The prompt of a
-    group counts once. If a layer lacks full attention, sequences are padded, and padding counts. A group that
-    exceeds the limit is split, and its log-probabilities are computed twice. null: as many tokens as fit
-    into 8 GiB of activations on a GPU (1 GiB on a CPU), at most 32k, but at least the largest group of the
-    step."""
+    group counts once; if a layer lacks full attention, padding counts, too. A larger group is split, and its
+    log-probabilities are computed twice. null: what fits into 8 GiB of activations on a GPU (1 GiB on a CPU),
+    at most 32k, but at least the largest group of the step."""
     learning_rate: LearningRate = LearningRate()
     """Learning-rate schedule; a number is a constant rate."""
     beta: Schedule = Field(0.1, validate_default=True)
@@ -523,10 +522,9 @@ class LaunchSection(Section):
     sees the run directory, and gives it a free slot. The requests of an empty slot wait for its next
     searcher."""
     timeout_seconds: MayChange[Positive] = 600.0
-    """Maximum wait for another rank, s; after it the run ends with an error that names the rank. A start may
-    take three times as long. An elastic searcher waits six times as long for a trainer whose job is in the
-    queue. After half this time a silent engine is replaced, a full disk ends the run, and a call of a reward
-    is given up."""
+    """Maximum wait for another rank, s; then the run ends and names the rank. A start may take three times as
+    long. An elastic searcher waits six times as long for a trainer whose job is in the queue. After half this
+    time a silent engine is replaced, a full disk ends the run, and a call of a reward is given up."""
 
     @property
     def start_seconds(self) -> float:
