@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_family_model, make_random_model, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     GPT2Config,
@@ -29,7 +31,14 @@ from transformers import (
 from tba_hpc.config import ConfigError
 from tba_hpc.core.packing import Layout, pack
 from tba_hpc.core.types import Ragged
-from tba_hpc.learner.hf_model import HfTokenizer, LogprobHead, PolicyLogprobs, load_policy, load_tokenizer
+from tba_hpc.learner import hf_model
+from tba_hpc.learner.hf_model import (
+    HfTokenizer,
+    LogprobHead,
+    PolicyLogprobs,
+    load_policy,
+    load_tokenizer,
+)
 from tba_hpc.learner.shared_prompts import ATTENTION
 from tba_hpc.learner.upload import upload
 
@@ -85,6 +94,11 @@ def make_model(kind: str) -> PreTrainedModel:
         )
     elif kind == "falcon":  # counts distances along the row
         model = FalconForCausalLM(FalconConfig(**size, initializer_range=0.3, alibi=True))
+    elif kind == "falcon-rotary":  # calls torch's attention by itself
+        model = FalconForCausalLM(FalconConfig(**size, initializer_range=0.3))
+    elif kind in ("doge", "nemotron", "stablelm"):
+        size |= {"num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": None}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **size, **wide))
     elif kind == "mistral":  # sees no further than four tokens
         model = MistralForCausalLM(MistralConfig(**size, **wide, num_key_value_heads=2, sliding_window=4))
     elif kind == "neox":
@@ -172,7 +186,11 @@ GROUPS = (
 PROMPT = torch.arange(6) // 3
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "neox", "qwen2", "mistral", "falcon"])
+ALONE = ("mistral", "falcon", "falcon-rotary", "stablelm", "doge", "nemotron")
+"""Kinds whose sequences do not lie in one row."""
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "neox", "qwen2", *ALONE])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_completions_share_their_prompt_and_nothing_else(kind: str, checkpointing: bool) -> None:
     """Values and gradients are those of every sequence alone in its row."""
@@ -192,13 +210,23 @@ def test_completions_share_their_prompt_and_nothing_else(kind: str, checkpointin
     )
     together, gradients = values_and_gradients(PROMPT)
     alone, expected = values_and_gradients(None)
-    if kind in ("mistral", "falcon"):
+    if kind in ALONE:
         assert shapes == [(6, 12), (6, 12)]
     else:
         assert shapes == [(1, 14 + 31), (6, 12)]
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     for gradient, of_alone in zip(gradients, expected, strict=True):
         assert (gradient - of_alone).abs().max() < 1e-5 * of_alone.abs().max().clamp(min=1e-3)
+
+
+def test_attention_that_takes_a_row_for_one_sequence_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_model, "ATTEND_ALONE", ())
+    lost = PolicyLogprobs(make_model("nemotron"))
+    with pytest.raises(ConfigError, match=r"^NemotronAttention does not get the indices"):
+        logprobs_of(lost, *GROUPS, PROMPT)
+    masking = PolicyLogprobs(make_model("doge"))
+    with pytest.raises(RuntimeError, match="size"):
+        logprobs_of(masking, *GROUPS, PROMPT)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2"])

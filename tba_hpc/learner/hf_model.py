@@ -61,6 +61,11 @@ RESCALED_LOGITS = (
 """Settings by which models change logits after the output layer. PolicyLogprobs supports none of them."""
 
 
+ATTEND_ALONE = ("doge", "nemotron")
+"""Types of models that claim to support registered attention functions, but mask keys in their own way or do
+not pass ``packed`` on. Sequences of such a model cannot lie in one row."""
+
+
 class HfTokenizer:
     """A Tokenizer of transformers. day: the date that chat templates print as today's; None: the real one."""
 
@@ -497,14 +502,17 @@ def _has_varlen_kernel(model: PreTrainedModel, weight: Tensor) -> bool:
 def _shares_prompts(model: PreTrainedModel) -> bool:
     """Return whether sequences in one row can share their prompt (``shared_prompts``).
 
-    The model must take positions from ``position_ids``, and all of its layers must have full attention.
-    Recurrent states, sliding windows, and distances counted along the row (ALiBi) rule this out.
+    The model must take positions from ``position_ids``, and all of its layers must have full attention, by
+    the function that is registered with transformers. Recurrent states, sliding windows, and distances
+    counted along the row (ALiBi) rule this out.
     """
     config = model.config
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
     return (
         config._attn_implementation in ("sdpa", ATTENTION)
+        and model._supports_attention_backend
+        and config.model_type not in ATTEND_ALONE
         and set(kinds) == {"full_attention"}
         and not model._is_stateful
         and not getattr(config, "alibi", False)

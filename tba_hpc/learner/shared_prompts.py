@@ -21,13 +21,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from tba_hpc.config import ConfigError
 from tba_hpc.core.packing import Padded, Varlen
 
 ATTENTION = "by-sequence"
 """Name under which ``attend_by_sequence`` is registered with transformers."""
 
-NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-"""Unused attention mask for calls with ``packed``. Its four axes keep transformers from making one."""
+NO_MASK = torch.ones(1, 1, 1, 0, dtype=torch.bool)
+"""Attention mask for calls with ``packed``. Its four axes keep transformers from making one, and because it
+is empty, any other attention function fails that uses it."""
 
 CAUSAL = (-1, 0)
 """Argument window_size of varlen_attn for causal attention in which the last query sees all keys."""
@@ -74,9 +76,15 @@ def attend_by_sequence(
     """Compute attention within each sequence, [1, R, H, d]. This is an attention function of transformers.
 
     Keys and values may have fewer heads than queries. packed: the sequences' places in the row; None: the row
-    is one sequence, and transformers' "sdpa" is used, with ``attention_mask``.
+    is one sequence, and transformers' "sdpa" is used, with ``attention_mask``. Raises ConfigError if the mask
+    is NO_MASK, because then a layer has lost ``packed``.
     """
     if packed is None:
+        if attention_mask is not None and attention_mask.shape[-1] == 0:
+            raise ConfigError(
+                f"{type(module).__name__} does not get the indices of sequences that share a row: train "
+                "another model, or add its type to ATTEND_ALONE in tba_hpc/learner/hf_model.py"
+            )
         options["scaling"] = scaling
         return sdpa_attention_forward(module, query_1HRd, key_1HRd, value_1HRd, attention_mask, **options)
     query, key, value = (of_1HRd[0].transpose(0, 1) for of_1HRd in (query_1HRd, key_1HRd, value_1HRd))
