@@ -520,6 +520,17 @@ def test_a_family_is_trained_and_exported(family: str, tmp_path: Path) -> None:
     assert all(torch.equal(published[name], weight) for name, weight in policy.named_parameters())
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_experts_are_not_chosen_at_random(checkpointing: bool, tmp_path: Path) -> None:
+    """As they are in this model in training mode, where it also adds noise to what it routes."""
+    routes = {"num_local_experts": 4, "router_jitter_noise": 0.3, "input_jitter_noise": 0.3}
+    folder = make_family_model(tmp_path / "model", "phimoe", num_key_value_heads=1, **routes)
+    config = make_config(folder, ranks=1, gradient_checkpointing=checkpointing)
+    done = run(tmp_path / "run", config, [("step", 1)])
+    loss = trajectory_balance_loss(load_policy(str(folder), "float32"), make_batch(1), ONE_RANK)
+    np.testing.assert_allclose(done.losses(), loss.item(), rtol=1e-5)
+
+
 def test_master_weights_keep_updates_below_a_bfloat16_ulp(runs: Runs, tmp_path: Path) -> None:
     """A step moves a weight by 5e-5, a tenth of half a bfloat16 ulp at 0.125: only float32 adds those up."""
     case = BF16[0]

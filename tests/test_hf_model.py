@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_family_model, make_random_model, make_tokenizer
 from tokenizers.processors import TemplateProcessing
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,6 +28,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tba_hpc.config import ConfigError
 from tba_hpc.core.packing import Layout, pack
@@ -36,6 +38,7 @@ from tba_hpc.learner.hf_model import (
     HfTokenizer,
     LogprobHead,
     PolicyLogprobs,
+    checkpoint_layers,
     load_policy,
     load_tokenizer,
 )
@@ -196,7 +199,7 @@ def test_completions_share_their_prompt_and_nothing_else(kind: str, checkpointin
     """Values and gradients are those of every sequence alone in its row."""
     model = make_model(kind)
     if checkpointing:
-        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model)
     logprobs = PolicyLogprobs(model, temperature=0.7)
     weight = torch.randn(GROUPS[0].shape, generator=torch.Generator().manual_seed(2))
 
@@ -217,6 +220,20 @@ def test_completions_share_their_prompt_and_nothing_else(kind: str, checkpointin
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     for gradient, of_alone in zip(gradients, expected, strict=True):
         assert (gradient - of_alone).abs().max() < 1e-5 * of_alone.abs().max().clamp(min=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "neox", "qwen2"])
+def test_checkpointed_layers_are_computed_again_and_nothing_else_is_in_training_mode(kind: str) -> None:
+    model = make_model(kind)
+    checkpoint_layers(model)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    calls = list[nn.Module]()
+    for layer in layers:
+        next(layer.children()).register_forward_hook(lambda module, *_: calls.append(module))
+    model(TOKENS).logits.sum().backward()
+    assert len(layers) == 2 and len(calls) == 4
+    training = [module for module in model.modules() if module.training]
+    assert not [module for module in training if not hasattr(module, "gradient_checkpointing")]
 
 
 def test_attention_that_takes_a_row_for_one_sequence_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

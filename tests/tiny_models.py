@@ -99,14 +99,22 @@ FAMILIES: dict[str, dict[str, object]] = {
 """Models unlike Llama, by their type, with what else their config says."""
 
 
-def make_family_model(folder: Path, kind: str, *, seed: int = 0, vocab: int = 130) -> Path:
-    """As make_random_model, of another family; the vocabulary is not a multiple of what engines pad it to."""
+def make_family_model(
+    folder: Path, kind: str, *, seed: int = 0, vocab: int = 130, **settings: object
+) -> Path:
+    """As make_random_model, of another family; the vocabulary is not a multiple of what engines pad it to.
+
+    settings: what its config says besides that of FAMILIES.
+    """
     torch.manual_seed(seed)
     size = {} if kind == "gpt2" else {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     wide = {} if kind == "gpt2" else {"intermediate_size": 128, "max_position_embeddings": 256}
     ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
     config = AutoConfig.for_model(
-        kind, vocab_size=vocab, initializer_range=0.15, **size, **wide, **ends, **FAMILIES[kind]
+        kind,
+        vocab_size=vocab,
+        initializer_range=0.15,
+        **size | wide | ends | FAMILIES.get(kind, {}) | settings,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)

@@ -49,6 +49,7 @@ from tba_hpc.learner.adapter import tensor_in, tensors_in
 from tba_hpc.learner.deepspeed_settings import BUCKET_ELEMENTS, deepspeed_settings, is_fused
 from tba_hpc.learner.hf_model import (
     PolicyLogprobs,
+    checkpoint_layers,
     compiles,
     load_policy,
     load_tokenizer,
@@ -134,7 +135,7 @@ class DeepSpeedLearner:
         )
         self._objective = make_objective(config.train, max_tokens=config.generator.max_tokens)
         self._load_policy()
-        self._engine = _make_engine(config, self._logprobs.train(), group.device)
+        self._engine = _make_engine(config, self._logprobs, group.device)
         # DeepSpeed adds its script zero_to_fp32.py to a checkpoint; it is copied when the files are written.
         self._copy_scripts = self._engine._copy_recovery_script
         self._engine._copy_recovery_script = lambda path: None
@@ -168,8 +169,9 @@ class DeepSpeedLearner:
             self._parameters = self._lora.adapter | self._lora.base
             self.layout = _layout(self._lora.adapter, config, self._lora.weights)
             self._whole = _layout(self._parameters, config)
+        self._policy.eval()  # what is random in training mode would not be the policy that samples
         if config.train.gradient_checkpointing:
-            self._policy.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(self._policy)
         self._default_tokens = _default_micro_batch(self._policy, config, self._group.device)
         self._logprobs = PolicyLogprobs.of(self._policy, config.model)
         if self._lora:

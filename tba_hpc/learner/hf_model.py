@@ -210,6 +210,17 @@ def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = No
     return policy
 
 
+def checkpoint_layers(policy: PreTrainedModel) -> None:
+    """Let each layer forget its activations and compute them again in the backward pass.
+
+    transformers does so in layers in training mode only. All other modules stay in evaluation mode, because
+    in training mode some models route tokens to experts at random.
+    """
+    policy.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in policy.modules():
+        module.training = getattr(module, "gradient_checkpointing", False)
+
+
 def _drop_contradictory_defaults(policy: PreTrainedModel, path: str) -> None:
     """Remove sampling defaults that contradict each other, such as a temperature without do_sample.
 
