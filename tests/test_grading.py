@@ -51,6 +51,16 @@ def test_thousands_may_be_separated_in_many_ways(grades: Equivalence, mark: str)
     assert grades(f"1{mark}000{mark}000", "1000000")
     assert not grades(f"1{mark}000{mark}00", "100000")
     assert final_number(f"#### 1{mark}000{mark}000") == Decimal(1000000)
+    assert final_number(f"#### 1{mark}000{mark}00") != Decimal(100000)
+
+
+@pytest.mark.parametrize("mark", ["\u2009", "\u202f", r"\,", "{,}"])
+def test_only_groups_of_three_digits_are_one_number(mark: str) -> None:
+    assert final_number(f"#### 12{mark}5") is None
+    assert final_number(f"It is 12{mark}500.") == Decimal(12500)
+    assert final_number(f"Of 12{mark}5 it is the second") == Decimal(5)
+    assert final_number(f"#### 1{mark}234.567{mark}89") == Decimal("1234.56789")
+    assert final_number(f"#### 3.141{mark}592{mark}6535") is None
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ DASHES = "\u2212\u2013\u2010\u2011\uff0d\ufe63"
 NARROW = "\u00a0\u202f\u2009\u2007\u2008"
 """Spaces that can occur within a number: no-break, narrow, thin, or as wide as a digit or a point."""
 
-WITHIN_NUMBER = re.compile(rf"(?<=\d)(?:[{NARROW}]|\\[,!;: ]|\{{,\}})(?=\d)")
-"""Pattern of thousands separators that are LaTeX, or spaces other than the plain one."""
+SPACE = rf"(?:[{NARROW}]|\\[,!;: ]|\{{,\}})"
+"""Pattern of a separator of digits that is LaTeX, or a space other than the plain one."""
 
 MONEY = {
     "\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee", "₩": "won", "₽": "ruble",
@@ -83,13 +83,15 @@ END = r"(?!\d|[.,]\d)"
 """Pattern of the end of a number."""
 
 SEPARATED = _rules(
+    (rf"(?<!\d)(?<!\d[.,])\d{{1,3}}(?:{SPACE}\d{{3}})+(?!\d|{SPACE}\d)", _ungrouped),
+    (rf"(?<=\d\.)\d{{3}}(?:{SPACE}\d{{3}})*{SPACE}\d{{1,3}}(?!\d|{SPACE}\d)", _ungrouped),
     (r"(?<![\w.,'’])[1-9]\d{0,2}(?P<mark>['’]|\\?_)\d{3}(?:(?P=mark)\d{3})*(?![\d_'’\"])", _ungrouped),
     (rf"(?<![\w.,])[1-9]\d{{0,2}}(?:\.\d{{3}}){{2,}}{END}", _ungrouped),
     (rf"[{SIGNS}]\s*{CONTINENTAL}{END}", _with_point),
     (rf"(?<![\d.,]){CONTINENTAL}(?=\s*[{SIGNS}](?!\s*\d))", _with_point),
     (rf"(?<=₹)\s*\d{{1,2}}(?:,\d\d)+,\d{{3}}{END}", _ungrouped),
 )
-"""Rules that remove the separators of 1'000, 1_000, 1.000.000, €1.000,50 and ₹1,00,000.
+r"""Rules that remove the separators of 1\,000, 3.141\,592, 1'000, 1_000, 1.000.000, €1.000,50 and ₹1,00,000.
 
 Each of these forms can only be read as one number. Without a currency, 1.000,50 may also be a list of two
 numbers. It is read as the list, and 1.000 is read as 1.
@@ -107,7 +109,7 @@ def digits(text: str) -> str:
     if not text.isascii():
         text = text.translate({ord(dash): "-" for dash in DASHES})
         text = "".join(_ascii_digit(character) if character.isdecimal() else character for character in text)
-    return rewritten(WITHIN_NUMBER.sub("", text), SEPARATED)
+    return rewritten(text, SEPARATED)
 
 
 def _ascii_digit(character: str) -> str:
