@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from tba_hpc.checks.resources import find_file
 from tba_hpc.config import FIRST_ELASTIC, Config
 from tba_hpc.core import schedules
+from tba_hpc.core.hub_files import find_file
 from tba_hpc.core.ports import (
     Generator,
     Learner,

@@ -13,16 +13,10 @@ from typing import Any
 
 from tba_hpc.checks.chat_ends import CONVERSATIONS
 from tba_hpc.checks.facts import Facts, Finding, Level, ok, problem, warning
-from tba_hpc.checks.resources import (
-    find_file,
-    hub_cache,
-    is_offline,
-    missing,
-    missing_sentence,
-    resources,
-)
+from tba_hpc.checks.resources import missing, missing_sentence, resources
 from tba_hpc.config import Config, ConfigError, TrainSection, dump_config, is_local
 from tba_hpc.config.variants import Unbounded
+from tba_hpc.core.hub_files import find_file, hub_cache, is_offline
 from tba_hpc.core.own_code import is_own
 from tba_hpc.core.tuned import beyond_tuned
 from tba_hpc.core.wording import did_you_mean

@@ -26,8 +26,9 @@ from pathlib import Path
 import psutil
 
 from tba_hpc.checks.facts import Facts, Finding, Level, login_python, ok, problem, warning
-from tba_hpc.checks.resources import find_file, hub_cache, is_here, is_offline, resources
+from tba_hpc.checks.resources import is_here, resources
 from tba_hpc.config import is_local
+from tba_hpc.core.hub_files import find_file, hub_cache, is_offline
 from tba_hpc.core.own_code import is_own
 from tba_hpc.core.system_libraries import COMPILER, REMEDIES, missing_library
 from tba_hpc.core.wording import size

@@ -19,9 +19,10 @@ import numpy as np
 import yaml
 
 from tba_hpc.checks.chat_ends import ASKED, CONVERSATIONS, is_chat, look_at_chat
-from tba_hpc.checks.resources import find_file, missing, missing_sentence
+from tba_hpc.checks.resources import missing, missing_sentence
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.config.variants import OwnObjective
+from tba_hpc.core.hub_files import find_file
 from tba_hpc.core.model_files import fault, unfit
 from tba_hpc.core.own_code import find_function, is_own
 from tba_hpc.core.ports import ChatTokenizer, Tokenizer, Victim

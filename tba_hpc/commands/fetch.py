@@ -16,9 +16,10 @@ from pathlib import Path
 import yaml
 
 from tba_hpc.checks.facts import job_environment, login_python
-from tba_hpc.checks.resources import hub_home, is_here, place, resources
+from tba_hpc.checks.resources import is_here, place, resources
 from tba_hpc.commands import packaged
 from tba_hpc.config import Config, ConfigError, dump_config, parse_config
+from tba_hpc.core.hub_files import hub_home
 from tba_hpc.core.types import Resource
 from tba_hpc.core.wording import print_in_any_encoding
 from tba_hpc.launch.plan import Site

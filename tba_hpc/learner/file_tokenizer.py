@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.own_code import is_own
+from tba_hpc.core.hub_files import find_file
 from tba_hpc.core.ports import Message
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -63,18 +63,19 @@ class FileTokenizer:
 
         model: folder or hub name. Raises ConfigError if there is no end-of-sequence token.
         """
-        places = [_place(model, name) for name in FILES]
-        if None in places:
+        words, config = (find_file(model, name, os.environ) for name in FILES)
+        if words is None or config is None:
             return None
-        tokenizer = Tokenizer.from_file(str(places[0]))
-        settings = json.loads(Path(str(places[1])).read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_file(str(words))
+        settings = json.loads(config.read_text(encoding="utf-8"))
         eos, kind = settings.get("eos_token"), settings.get("tokenizer_class")
-        if eos is None and kind in WITHOUT_DEFAULTS and _place(model, "special_tokens_map.json") is None:
+        others = find_file(model, "special_tokens_map.json", os.environ)
+        if eos is None and kind in WITHOUT_DEFAULTS and others is None:
             raise ConfigError(NO_END.format(key="model.path", path=model))
         token = _text(eos)
         token_id = tokenizer.token_to_id(token) if isinstance(token, str) else None
-        if template := _place(model, "chat_template.jinja"):
-            settings["chat_template"] = Path(template).read_text(encoding="utf-8")
+        if template := find_file(model, "chat_template.jinja", os.environ):
+            settings["chat_template"] = template.read_text(encoding="utf-8")
         return None if token_id is None else cls(tokenizer, token_id, model, settings)
 
     @cached_property
@@ -147,8 +148,8 @@ def end_ids(model: str) -> set[int]:
     An engine ends completions at these tokens as well as at the tokenizer's. model: folder or hub name.
     """
     for name in ("generation_config.json", "config.json"):
-        if place := _place(model, name):
-            found = json.loads(Path(place).read_text(encoding="utf-8")).get("eos_token_id")
+        if file := find_file(model, name, os.environ):
+            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
             return set(found) if isinstance(found, list) else set() if found is None else {found}
     return set()
 
@@ -156,19 +157,3 @@ def end_ids(model: str) -> set[int]:
 def _text(token: Any) -> Any:
     """Return the text of a special token, which some files store in a dictionary."""
     return token.get("content") if isinstance(token, dict) else token
-
-
-def _place(model: str, name: str) -> str | None:
-    """Return the path of a file of a model, or None if it is not on this machine.
-
-    model: folder or hub name.
-    """
-    if Path(model).is_dir():
-        file = Path(model) / name
-        return str(file) if file.is_file() else None
-    if model.count("/") > 1 or model[0] in "./~" or is_own(model):
-        return None
-    from huggingface_hub import try_to_load_from_cache  # slow to import, and not needed for a folder
-
-    cached = try_to_load_from_cache(model, name)
-    return cached if isinstance(cached, str) else None

@@ -36,7 +36,7 @@ from transformers import PreTrainedTokenizerBase as TransformersTokenizer
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import logging as transformers_logging
 
-from tba_hpc.config import ConfigError, Dtype, ModelSection
+from tba_hpc.config import ConfigError, Dtype, ModelSection, is_local
 from tba_hpc.core.model_shapes import CHUNK_BYTES
 from tba_hpc.core.packing import Layout, Packed
 from tba_hpc.core.ports import Message
@@ -275,8 +275,7 @@ def require_one_vocabulary(tokenizer: HfTokenizer, model: PreTrainedModel, path:
 
 def _from_pretrained(kind: Any, path: str, key: str = "model.path", **options: Any) -> Any:
     """Call ``kind.from_pretrained(path)``. Raises ConfigError if a file cannot be found or read."""
-    looks_like_a_folder = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_like_a_folder and not Path(path).is_dir():
+    if is_local(path) and not Path(path).is_dir():
         raise ConfigError(f"{key}={path} is not a folder: give a model's folder or its name on the hub")
     try:
         return kind.from_pretrained(path, **options)

@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tba_hpc.checks.resources import find_file, hub_cache
 from tba_hpc.config import ConfigError, LoraSection, is_local
 from tba_hpc.config.plain_yaml import read_yaml
+from tba_hpc.core.hub_files import find_file, hub_cache
 from tba_hpc.core.model_shapes import Shape, shape_of
 
 KNOWN = Path(__file__).with_name("known_models.yaml")
