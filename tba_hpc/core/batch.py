@@ -19,19 +19,13 @@ from tba_hpc.core.types import LIVE_RECORD, TOP_LOGPROBS, TrajectoryBatch, offse
 def balance(batch: TrajectoryBatch, ranks: int) -> list[np.ndarray]:
     """Divide the groups of a batch over ranks; return the indices of each rank's groups, int64 [B / ranks].
 
-    Every rank gets the same number of groups and about the same number of tokens. Groups are assigned longest
-    first, each to the rank that has the fewest tokens among those that still lack groups.
+    Every rank gets the same number of groups and about the same number of tokens.
     """
     assert batch.groups % ranks == 0, "Config asks for a multiple of the trainer ranks"
     completions_B = batch.completion_length_N.reshape(-1, batch.group_size).sum(1)
     tokens_B = completions_B + batch.prompt_length_N[:: batch.group_size]
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    load = np.zeros(ranks)
-    for group in np.argsort(-tokens_B, kind="stable").tolist():
-        rank = int(load.argmin())
-        shares[rank].append(group)
-        load[rank] += tokens_B[group] if len(shares[rank]) < batch.groups // ranks else np.inf
-    return [np.array(sorted(share), np.int64) for share in shares]
+    longest_first = np.argsort(-tokens_B, kind="stable")
+    return [np.sort(share) for share in _dealt(tokens_B, longest_first, ranks, most=batch.groups // ranks)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,17 +131,21 @@ def _packed(
     return [[] for _ in shares]
 
 
-def _dealt(tokens_B: np.ndarray, share: np.ndarray, number: int) -> list[np.ndarray]:
+def _dealt(
+    tokens_B: np.ndarray, groups: np.ndarray, number: int, *, most: int | None = None
+) -> list[np.ndarray]:
     """Divide groups into ``number`` sets with about equally many tokens; return the indices in each set.
 
-    tokens_B: tokens of every group of the batch. share: indices of the groups to divide, largest group first.
+    tokens_B: tokens of every group of the batch. groups: indices of the groups to divide, largest group
+    first. Each goes to the set that has the fewest tokens. most: number of groups at which a set is full;
+    None: never.
     """
     sets: list[list[int]] = [[] for _ in range(number)]
     load = np.zeros(number)
-    for group in share.tolist():
+    for group in groups.tolist():
         least = int(load.argmin())
         sets[least].append(group)
-        load[least] += tokens_B[group]
+        load[least] += np.inf if len(sets[least]) == most else tokens_B[group]
     return [np.array(one, np.int64) for one in sets]
 
 

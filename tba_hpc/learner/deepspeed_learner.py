@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 import deepspeed
 import numpy as np
 import torch
-from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -140,7 +139,7 @@ class DeepSpeedLearner:
         self._copy_scripts = self._engine._copy_recovery_script
         self._engine._copy_recovery_script = lambda path: None
         self._snapshot = Snapshot(local_ranks=group.local_ranks, gpu=group.device.type == "cuda")
-        self._engine.checkpoint_engine = _CopyingEngine(self._snapshot)
+        self._engine.checkpoint_engine.save = self._snapshot.add  # instead of writing each file at once
         self._registered = RegisteredMemory()
         self._side = SideStream(own=config.train.zero_stage < 3)  # ZeRO-3 frees gathered weights at once
         self._copied: Future[None] = at_once(lambda: None)  # done once all ranks have written
@@ -567,21 +566,6 @@ def _means(outputs: Sequence[ObjectiveOutput], of_groups: int) -> dict[str, Tens
         for name, value in {"loss": output.loss.detach(), **output.metrics}.items():
             means[name] = means.get(name, 0.0) + share * value.double()
     return means
-
-
-class _CopyingEngine(TorchCheckpointEngine):
-    """Checkpoint engine for DeepSpeed that copies states into a Snapshot instead of writing them."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        super().__init__()
-        self._snapshot = snapshot
-
-    def save(self, state_dict: dict[str, Any], path: str) -> None:
-        """Copy a state into the snapshot, instead of writing it to ``path`` as DeepSpeed asks.
-
-        The snapshot's functions write it there later, or at once if a copy does not fit into memory.
-        """
-        self._snapshot.add(state_dict, path)
 
 
 @contextmanager

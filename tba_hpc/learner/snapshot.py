@@ -44,13 +44,17 @@ class Snapshot:
         self._fits: dict[str, bool] = {}  # whether a file fits, by its name
         self._files: list[Callable[[], SummedFile]] = []
 
-    def add(self, state: dict[str, Any], path: str) -> None:
-        """Copy ``state``, a tree of tensors and plain values, which is to be written to ``path``."""
+    def add(self, state_dict: dict[str, Any], path: str) -> None:
+        """Copy a tree of tensors and plain values, which is to be written to ``path``.
+
+        DeepSpeed calls this in place of the function that writes a file of a checkpoint.
+        """
         file = Path(path)
-        if self._has_room(file.name, state):
-            self._files.append(partial(_write_file, file, partial(torch.save, self._stager.stage(state))))
+        if self._has_room(file.name, state_dict):
+            copy = self._stager.stage(state_dict)
+            self._files.append(partial(_write_file, file, partial(torch.save, copy)))
         else:  # an error is raised later, by a function of ``take``; raised here it would leave ranks waiting
-            self._files.append(at_once(partial(_write_file, file, partial(torch.save, state))).result)
+            self._files.append(at_once(partial(_write_file, file, partial(torch.save, state_dict))).result)
 
     def take(self) -> list[Callable[[], SummedFile]]:
         """Return a function for each file added since the last call, which writes the file or raises."""
