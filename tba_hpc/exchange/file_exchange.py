@@ -393,9 +393,7 @@ class FileSearcherExchange:
         self._manifest = self._read_manifest()
         self._looked = self._changed = time.monotonic()
         self._seen = -1  # sequence number of the publication taken last
-        self._own: WeightFile | None = (
-            None  # this searcher's copy of the weights, to which changes are applied
-        )
+        self._own: WeightFile | None = None  # copy of the weights, to which changes are applied
         self._own_sequence = -1  # sequence number of the weights in that copy
         self._offered: list[int] = []
         with suppress(OSError):  # the next trainer removes it
@@ -554,8 +552,7 @@ class FileSearcherExchange:
     @property
     def _timeout(self) -> float:
         """Longest time without a change of the manifest, s: until the trainer starts, or between rounds."""
-        running = self._manifest is not None and not self._manifest.closed
-        return self._deadline * IDLE_DEADLINES if running else self._start_deadline
+        return self._deadline * IDLE_DEADLINES if self._has_started else self._start_deadline
 
 
 class ElasticSearcherExchange(FileSearcherExchange):

@@ -241,6 +241,21 @@ def test_a_silent_trainer_is_an_error(tmp_path: Path) -> None:
             waiting.poll()
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_trainer_has_as_long_to_start_whether_the_attempt_before_ended_or_crashed(
+    tmp_path: Path, ended: bool
+) -> None:
+    before = trainer(tmp_path)
+    publish(before, 8)
+    if ended:
+        before.close()
+    waiting = FileSearcherExchange(tmp_path, 0, attempt="second", deadline=60, start_deadline=0.05)
+    with pytest.raises(ExchangeError, match=r"the trainer has not changed .*latest\.json for 0\.05 s"):
+        give_up = time.monotonic() + 20
+        while time.monotonic() < give_up:
+            waiting.poll()
+
+
 @pytest.mark.parametrize("data", [b"", b"\0" * 100, b"\x02\0\0\0\0\0\0\0{}x"])
 def test_damaged_weights_are_left_out_until_others_come(
     tmp_path: Path, data: bytes, caplog: pytest.LogCaptureFixture
