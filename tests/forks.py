@@ -16,7 +16,7 @@ import pytest
 import torch
 from fork_server import Server
 
-from tba_hpc.engine import vllm_engine, vllm_generator
+from tba_hpc.engine import engine_process, vllm_engine, vllm_generator
 
 OF_RANKS = (
     *("pytest", "tba_hpc.learner.deepspeed_learner", "tba_hpc.runtime", "tba_hpc.report.page"),
@@ -90,7 +90,7 @@ def _serve(environment: dict[str, str], settings: Connection, channel: Connectio
     os.environ.update(environment)
     with os.fdopen(settings.fileno(), closefd=False) as text:
         wanted = text.read()
-    vllm_engine.serve(wanted, os.dup(channel.fileno()))
+    engine_process.serve(wanted, os.dup(channel.fileno()))
 
 
 def fork_engines(patch: pytest.MonkeyPatch) -> None:

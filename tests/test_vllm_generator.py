@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +34,7 @@ from tba_hpc.core.types import (
     WeightUpdate,
 )
 from tba_hpc.engine import vllm_engine
-from tba_hpc.engine.engine_channel import Answer, EngineSettings
+from tba_hpc.engine.engine_channel import Answer, EngineSettings, RefusedError, last_word
 from tba_hpc.engine.vllm_generator import VllmGenerator
 from tba_hpc.learner.hf_model import load_policy
 from tba_hpc.learner.hf_reference import HfReference
@@ -578,9 +577,12 @@ class Told:
 
 
 def _build_each(asked: list[EngineSettings], told: Path) -> None:
+    channel = Told(told)
     for settings in asked:
-        with suppress(SystemExit):
-            vllm_engine.build_or_refuse(Told(told), settings)
+        try:
+            vllm_engine.start(channel, settings)
+        except RefusedError as error:
+            channel.send(last_word(error))
 
 
 def test_settings_that_vllm_does_not_take_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import socket
 from typing import Generic, TypeVar
 
 import msgspec
+from pydantic import ValidationError
 
 from tba_hpc.config import GeneratorSection, ModelSection, Section
 from tba_hpc.core.types import Sampling
@@ -208,6 +209,19 @@ class Channel(Generic[T]):
                 self.closed = not data
 
 
-def tell_broken(descriptor: int, error: ImportError) -> None:
-    """Tell the searcher at the other end of a socket that ``error`` ends this process."""
-    Channel(socket.socket(fileno=descriptor), COMMANDS).send(Broken(str(error).split("\n")[0]))
+class RefusedError(Exception):
+    """Raised in an engine's process if vLLM does not accept the settings. The message is vLLM's."""
+
+
+def last_word(error: Exception) -> Refused | Broken | Died:
+    """Return the answer that tells the searcher which exception ends the engine."""
+    reason = first_sentence(error)
+    if isinstance(error, RefusedError):
+        return Refused(reason)
+    return Broken(reason) if isinstance(error, ImportError) else Died(f"{type(error).__name__}: {reason}")
+
+
+def first_sentence(error: Exception) -> str:
+    """Return the first sentence of an error that vLLM raised, or that pydantic raised in vLLM."""
+    text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    return text.split("\n")[0].split(". ")[0]

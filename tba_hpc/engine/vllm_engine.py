@@ -9,10 +9,7 @@ import ctypes
 import gc
 import logging
 import os
-import socket
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -22,18 +19,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 
 from tba_hpc.core.types import TOP_LOGPROBS, Sampling, WeightLayout
 from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.core.wording import first_few
 from tba_hpc.engine.engine_channel import (
-    COMMANDS,
-    Broken,
     Building,
     Channel,
     Command,
-    Died,
     EngineSettings,
     Finished,
     Load,
@@ -41,8 +34,9 @@ from tba_hpc.engine.engine_channel import (
     Misfit,
     Progress,
     Ready,
-    Refused,
+    RefusedError,
     Submit,
+    first_sentence,
 )
 from tba_hpc.learner.adapter import Adapter, identity, layers_of, tensors_in
 from tba_hpc.learner.registered_memory import KeptMaps, RegisteredMemory
@@ -93,42 +87,29 @@ RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 """Logger that warns at every load about rotary embeddings, which have no weights to load."""
 
 
-def serve(settings: str, descriptor: int) -> None:
-    """Serve the searcher at the other end of a socket until it closes the socket.
+def serve(channel: Channel[Command], settings: str) -> None:
+    """Serve the searcher at the other end of ``channel`` until it closes the connection.
 
-    settings: EngineSettings as JSON. descriptor: file descriptor of this process's end of the socket.
+    settings: EngineSettings as JSON. Raises RefusedError if vLLM does not accept them, and ImportError if a
+    part of vLLM cannot be imported, at the start or later.
     """
-    channel = Channel(socket.socket(fileno=descriptor), COMMANDS)
-    try:
-        wanted = EngineSettings.model_validate_json(settings)
-        engine = Engine(channel, build_or_refuse(channel, wanted), wanted)
-        gc.enable()
-        engine.serve()
-    except Exception as error:
-        traceback.print_exc()
-        reason = first_sentence(error)
-        lacking = isinstance(error, ImportError)  # vLLM imports some modules only while it works
-        channel.send(Broken(reason) if lacking else Died(f"{type(error).__name__}: {reason}"))
-        sys.exit(1)
+    wanted = EngineSettings.model_validate_json(settings)
+    engine = Engine(channel, start(channel, wanted), wanted)
+    gc.enable()
+    engine.serve()
 
 
-def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
-    """Build the engine. If vLLM cannot be loaded or refuses the settings, tell the searcher and exit."""
+def start(channel: Channel[Command], settings: EngineSettings) -> LLM:
+    """Build the engine, and tell the searcher. Raises ImportError and RefusedError as ``serve`` does."""
     prepare_environment()
     try:
         require_kernels()
         tell_stages(channel)
         llm = build(settings)
-    except ImportError as error:
-        traceback.print_exc()
-        channel.send(Broken(first_sentence(error)))
-        sys.exit(1)
     except (ValueError, TypeError, NotImplementedError) as error:
         if not (isinstance(error, ValueError) or settings.generator.engine):
             raise  # a mistake in this module, not in the settings
-        traceback.print_exc()
-        channel.send(Refused(first_sentence(error)))
-        sys.exit(1)
+        raise RefusedError(first_sentence(error)) from error
     if settings.generator.tensor_parallel == 1:  # no other process has to connect
         stop_listening()
     for path in llm.collective_rpc("rendezvous"):  # all workers have met; torch leaves the file
@@ -636,9 +617,3 @@ def _repack_experts(model: torch.nn.Module) -> None:
             kernel = layer.quant_method.moe_kernel
             assert kernel is not None, "vLLM makes it when it loads the first weights"
             kernel.fused_experts.process_weights_after_loading(layer)
-
-
-def first_sentence(error: Exception) -> str:
-    """Return the first sentence of an error that vLLM raised, or that pydantic raised in vLLM."""
-    text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-    return text.split("\n")[0].split(". ")[0]
