@@ -535,6 +535,22 @@ def test_an_allocation_that_is_no_more_changes_nothing(
     assert (code, err) == (0, "")
 
 
+def test_a_process_that_outlives_its_kill_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in the kernel's hands, of a dead GPU for example, ends only when these let go of it."""
+    killed: list[int] = []
+    monkeypatch.setattr(local, "kill_session", killed.append)
+    monkeypatch.setattr(local, "KILLED_SECONDS", 0.2)
+    with subprocess.Popen(["sleep", "60"]) as stuck, subprocess.Popen(["true"]) as ended:
+        world = local.Ranks([local.Child("trainer-0000", stuck)], [local.Child("searcher-0000", ended)])
+        named = (
+            rf"^trainer-0000 \(process {stuck.pid}\) was killed, but still exists 0.2 s later, .*: once it"
+        )
+        with pytest.raises(LaunchError, match=named), world:
+            pass
+        assert killed == [stuck.pid, ended.pid], "the others are killed all the same"
+        stuck.kill()
+
+
 def test_the_exception_is_shown_also_where_other_processes_wrote_on(tmp_path: Path) -> None:
     log = tmp_path / "searcher-0000.log"
     raised = [

@@ -52,6 +52,9 @@ RANKS_CHECK_SECONDS = 0.25
 SEARCHERS_END_SECONDS = 60.0
 """Seconds that searchers may run after the last trainer has ended, in a run without MPI."""
 
+KILLED_SECONDS = 120.0
+"""Seconds in which a killed process must disappear. Freeing hundreds of gigabytes takes a while."""
+
 TAIL_LINES = 15
 """Number of lines shown of a failed rank's log."""
 
@@ -234,10 +237,16 @@ class Child:
         if self.code is None:
             self.process.send_signal(signal.SIGUSR1)
 
-    def kill(self) -> None:
-        """Kill the process and all its descendants, even if the process itself has ended."""
-        kill_session(self.process.pid)
-        self.process.wait()
+    def await_end(self, seconds: float) -> None:
+        """Wait until the process, which was killed, has ended. Raises LaunchError after ``seconds``."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise LaunchError(
+                f"{self.name} (process {self.process.pid}) was killed, but still exists {seconds:g} s later, "
+                "perhaps because a GPU or a file server does not answer: once it is gone, type the same "
+                "command again; nothing sealed is lost"
+            ) from None
 
 
 @dataclass
@@ -270,9 +279,12 @@ class Ranks:
             child.ask_to_stop()
 
     def kill(self) -> None:
-        """Kill every process at once."""
-        for child in self.trainers + self.searchers:
-            child.kill()
+        """Kill every process and all its descendants. Raises LaunchError if a process does not end."""
+        children = self.trainers + self.searchers
+        for child in children:
+            kill_session(child.process.pid)
+        for child in children:
+            child.await_end(KILLED_SECONDS)
 
     def poll(self) -> int | None:
         """Return the exit status of the run, or None while it continues.
