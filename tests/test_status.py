@@ -175,7 +175,8 @@ def test_a_run_on_this_machine_is_not_judged_by_an_older_job(
 
 def test_a_job_of_the_tool_is_submitted_again_as_it_was(run: RunDir) -> None:
     again = "python tools/submit.py --config '/my runs/known' --nodes 3 --homogeneous"
-    happen(run, time.time() - 5000, "submitted", job="7", command=again)
+    happen(run, time.time() - 5000, "prepared", command=again)
+    happen(run, time.time() - 5000, "submitted", job="7")
     for state in ("PENDING", "UNKNOWN"):
         waiting = run_state(look(run, queue(state)))
         assert waiting.state == "queued" and "nothing heard" not in waiting.words, "no rank was started yet"
@@ -183,7 +184,7 @@ def test_a_job_of_the_tool_is_submitted_again_as_it_was(run: RunDir) -> None:
     allocation(run, *STARTED)
     assert run_state(look(run, queue("TIMEOUT"))).command == again
     allocation(run, *STARTED, job="8")  # by hand
-    assert run_state(look(run, queue("TIMEOUT", job="8"))).command == SUBMIT.format(run=run.path)
+    assert run_state(look(run, queue("TIMEOUT", job="8"))).command == again
 
 
 def test_a_new_job_is_not_judged_by_what_befell_the_one_before(run: RunDir) -> None:
@@ -310,7 +311,7 @@ def test_a_run_whose_launcher_was_killed_is_over_at_once(run: RunDir) -> None:
 
 
 def test_a_run_that_was_made_for_sbatch_is_not_to_train_here(run: RunDir) -> None:
-    happen(run, time.time(), "submitted", command="tba submit --config it")
+    happen(run, time.time(), "prepared", command="tba submit --config it")
     found = run_state(look(run))
     assert (found.state, found.command) == ("created", "tba submit --config it")
 

@@ -57,9 +57,10 @@ def events(run: RunDir) -> list[str]:
 def test_nobody_at_work_is_said_with_what_goes_on(run: RunDir) -> None:
     said = f"nobody is at work on {run.path}; to resume it: tba run {run.path}"
     assert stop.stop(run) == stop.cancel(run) == said
-    happen(run, time.time(), "submitted", job="", command="tba submit --config it --nodes 2")
+    happen(run, time.time(), "prepared", command="tba submit --config it --nodes 2")
     assert stop.cancel(run).endswith("to resume it: tba submit --config it --nodes 2"), "refused by Slurm"
-    happen(run, time.time(), "submitted", job="7", command="tba submit --config it --nodes 3")
+    happen(run, time.time(), "prepared", command="tba submit --config it --nodes 3")
+    happen(run, time.time(), "submitted", job="7")
     assert stop.stop(run).endswith("to resume it: tba submit --config it --nodes 3")
     run.mark_finished()
     assert stop.stop(run) == f"nobody is at work on {run.path}; it is finished"

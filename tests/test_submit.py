@@ -14,6 +14,7 @@ from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site
 from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import read_events
 
 GENERIC = Path(__file__).parents[1] / "slurm/sites/generic.yaml"
 PYTHON = quote(sys.executable)
@@ -61,6 +62,7 @@ def test_a_run_that_slurm_refused_is_to_be_submitted_not_run_here(
         _submit(ready)
     found = run_state(_monitor(run))
     assert (found.state, found.command) == ("created", again(submission, run))
+    assert [event["event"] for event in read_events(run)] == ["prepared"], "no job was submitted"
 
 
 def _monitor(run: RunDir) -> RunMonitor:

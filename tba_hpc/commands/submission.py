@@ -231,13 +231,21 @@ def script(submission: Submission, *, make: bool = False) -> str:
     after, code = last_job(submission.after) if submission.after else None, None
     if make:
         refuse_owned(RunDir.check(config))
-        run = create_run(config)
-        modules.keep(run, config, submission.beside)
-        (run.path / "slurm").mkdir(exist_ok=True)
-        code = snapshot.take(run.path, submission.here)
-        if not submission.here:
-            log_event(run, "submitted", job="", restarts=0, command=again(submission, run))
+        code = prepare(submission, config)
     return script_of(config, split, site, after=after, code=code)
+
+
+def prepare(submission: Submission, config: Config) -> Path:
+    """Make or resume the run directory, and copy what its job needs; return the copy of this package.
+
+    The run directory stays if Slurm then refuses the job, and ``tba status`` says what to type next.
+    """
+    run = create_run(config)
+    modules.keep(run, config, submission.beside)
+    (run.path / "slurm").mkdir(exist_ok=True)
+    if not submission.here:
+        log_event(run, "prepared", job="", restarts=0, command=again(submission, run))
+    return snapshot.take(run.path, submission.here)
 
 
 def sbatch_options(words: Sequence[str]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 from tba_hpc.checks.facts import Facts, Finding, job_environment, login_python, refuse, warning
 from tba_hpc.checks.lists import ELASTIC, SUBMIT, job_facts
 from tba_hpc.checks.slurm_checks import check_job_requeue
-from tba_hpc.commands.submission import Submission, again, last_job, script_of
+from tba_hpc.commands.submission import Submission, again, last_job, prepare, script_of
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.core.wording import count
 from tba_hpc.launch import LaunchError, slurm, snapshot
@@ -27,9 +27,8 @@ from tba_hpc.launch.component_nodes import separate_nodes
 from tba_hpc.launch.plan import Component, Plan, Site, searchers_of_a_node
 from tba_hpc.launch.sbatch import elastic_script, job_of
 from tba_hpc.report.notify import require_addresses
-from tba_hpc.run import modules, slurm_queue
+from tba_hpc.run import slurm_queue
 from tba_hpc.run.changes import consequences, is_done, refuse_steps_behind
-from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.owners import refuse_owned
@@ -204,16 +203,11 @@ def _submit_one_of(ready: Sequence[Ready], place: int) -> str | None:
 def _submit(ready: Ready) -> str:
     """Make or resume the run directory, submit the job, or its chain of jobs, and return the first id."""
     text, changes = ready.script(), consequences(ready.run, ready.config)
-    modules.keep(create_run(ready.config), ready.config, ready.submission.beside)
-    snapshot.take(ready.run.path)
-    try:
-        job = slurm.submit(ready.run, text)
-    except LaunchError:  # the run directory stays, and ``tba status`` says what to type next
-        log_event(ready.run, "submitted", job="", restarts=0, command=again(ready.submission, ready.run))
-        raise
+    prepare(ready.submission, ready.config)
+    job = slurm.submit(ready.run, text)
     if shorter := slurm.chain(ready.run, job, ready.script, length=ready.submission.chain):
         print(f"warning: {shorter}", file=sys.stderr)
-    log_event(ready.run, "submitted", job=job, restarts=0, command=again(ready.submission, ready.run))
+    log_event(ready.run, "submitted", job=job, restarts=0)
     print(changes, file=sys.stderr, end="\n" if changes else "")
     return job
 

@@ -20,7 +20,7 @@ from tba_hpc.launch import LaunchError
 from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.events import log_event, read_events
+from tba_hpc.run.events import log_event, read_events, resume_command
 from tba_hpc.run.files import write_atomic
 from tba_hpc.run.owners import Owner, holders, keeps_open, owner_at_work
 from tba_hpc.run.slurm_queue import (
@@ -209,11 +209,4 @@ def _goes(run: RunDir, owner: Owner, number: signal.Signals, seconds: float) -> 
 
 
 def _again(run: RunDir) -> str:
-    """Return the command that resumes the run: ``tba run``, or the ``tba submit`` of its last job."""
-    events = read_events(run)
-    typed = [str(event["command"]) for event in events if event["event"] == "submitted"]
-    if events and events[-1]["event"] == "submitted":  # perhaps without a job, as Slurm has refused it
-        return typed[-1]
-    if not events or not events[-1]["job"]:
-        return shlex.join(["tba", "run", str(run.path)])
-    return typed[-1] if typed else shlex.join(["tba", "submit", "--config", str(run.path), "--nodes", "N"])
+    return resume_command(run, read_events(run))

@@ -60,8 +60,8 @@ class RunData:
 
     finished: whether nothing is left to do. trainer: digest of the trainer's metrics. searchers: digests of
     the searchers' metrics, by index. events: what launchers and batch scripts logged, see
-    ``run.events.log_event``; without submissions, after which a run may wait for days. submissions: for each
-    submitted job, by id, the command that submits the run again. evaluations: the complete ones, by name.
+    ``run.events.log_event``; without those of ``tba submit``, after which a run may wait for days.
+    all_events: those as well. evaluations: the complete ones, by name.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -71,7 +71,7 @@ class RunData:
         self.trainer = TrainerDigest()
         self.searchers: dict[int, SearcherDigest] = {}
         self.events: list[Event] = []
-        self.submissions: dict[str, str] = {}
+        self.all_events: list[Event] = []
         self.attempts: list[Attempt] = []
         self.evaluations: dict[str, Evaluation] = {}
         self._tails: dict[Path, MetricsTail] = {}
@@ -96,9 +96,8 @@ class RunData:
         path = self.run.events_file
         lines = self._tails.setdefault(path, MetricsTail(path)).new()
         if new := [line for line in lines if _is_event(line)]:
-            submitted = [event for event in new if event["event"] == "submitted"]
-            self.submissions |= {str(event["job"]): str(event.get("command")) for event in submitted}
-            self.events += [event for event in new if event["event"] != "submitted"]
+            self.all_events += new
+            self.events += [event for event in new if event["event"] not in ("prepared", "submitted")]
             self.attempts = attempts(self.events)
             if any(event["event"] == "changed" for event in new):
                 self.config = self.run.config()

@@ -16,6 +16,7 @@ from tba_hpc.report.attempts import Attempt, failures_in_a_row
 from tba_hpc.report.data import RunData, series
 from tba_hpc.report.digest import SearcherDigest
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import resume_command
 from tba_hpc.run.files import is_full
 from tba_hpc.run.metrics import number, record_seconds
 from tba_hpc.run.notes import rank_name
@@ -147,6 +148,11 @@ class RunMonitor(RunData):
         return {i: digest for i, digest in own.items() if digest.stage and digest.stage_since >= self._begun}
 
     @property
+    def resume_command(self) -> str:
+        """Command that resumes the run once it has ended."""
+        return resume_command(self.run, self.all_events, job=self.job[0]["job"] if self.job else "")
+
+    @property
     def tested(self) -> bool:
         """True if the final evaluation is complete."""
         return any(found.step == self.config.train.steps for found in self.evaluated("test"))
@@ -258,34 +264,29 @@ def _after_a_job(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
         gone = replace(gone, words=f"{gone.words}; the disk is full")
     elif state == "FAILED" and not _heard_of(monitor, job):
         gone = RunState("gone", f"job {job_id} failed without a word: do its nodes see {monitor.run.path}?")
-    again = _submit(monitor, job_id)
-    ended = _ended(monitor, again) if _heard_of(monitor, job) else None
-    return _with_next(monitor, ended or gone, again)
+    ended = _ended(monitor) if _heard_of(monitor, job) else None
+    return _with_next(monitor, ended or gone)
 
 
 def _without_a_job(monitor: RunMonitor) -> RunState:
-    again = shlex.join(["tba", "run", str(monitor.run.path)])
     if not monitor.events and not monitor.newest:
-        return RunState("created", "not started yet", monitor.submissions.get("", again))
-    ended = _ended(monitor, again) or _abandoned(monitor, again)
-    return _with_next(monitor, ended, again) if ended else _with_hint(monitor, _at_work(monitor))
+        return RunState("created", "not started yet", monitor.resume_command)
+    ended = _ended(monitor) or _abandoned(monitor)
+    return _with_next(monitor, ended) if ended else _with_hint(monitor, _at_work(monitor))
 
 
-def _with_next(monitor: RunMonitor, ended: RunState, again: str) -> RunState:
-    """Add the command ``again``, which resumes the run.
+def _with_next(monitor: RunMonitor, ended: RunState) -> RunState:
+    """Add the command that resumes the run.
 
     After a refusal it is left out if the run has a copy of the user's code: a resume would use that copy, not
     what the user has mended.
     """
     copy_refused = ended.state == "refused" and monitor.run.modules.is_dir()
-    return ended if copy_refused else replace(ended, command=again)
+    return ended if copy_refused else replace(ended, command=monitor.resume_command)
 
 
-def _ended(monitor: RunMonitor, again: str) -> RunState | None:
-    """Return how the run ended according to its last event; None if that is not an end.
-
-    again: command that resumes the run.
-    """
+def _ended(monitor: RunMonitor) -> RunState | None:
+    """Return how the run ended according to its last event; None if that is not an end."""
     note, step = monitor.attempt.note if monitor.attempt else "", monitor.step
     match monitor.last_event:
         case "refused":
@@ -298,7 +299,7 @@ def _ended(monitor: RunMonitor, again: str) -> RunState | None:
                 "stopped", f"stopped at step {step}, its config changed: it will continue to step {end}"
             )
         case "aborted":
-            return RunState("aborted", f"killed on request at step {step}; {_resumed_by(monitor, again)}")
+            return RunState("aborted", f"killed on request at step {step}; {_resumed_by(monitor)}")
         case "failed":
             count = failures_in_a_row(monitor.attempts)
             often = f" {count} times in a row" if count > 1 else ""
@@ -307,17 +308,18 @@ def _ended(monitor: RunMonitor, again: str) -> RunState | None:
     return None
 
 
-def _abandoned(monitor: RunMonitor, again: str) -> RunState | None:
+def _abandoned(monitor: RunMonitor) -> RunState | None:
     """Return the state of a run whose launcher is gone without a last event; None for any other run."""
     found = f"killed at step {monitor.step}, or its machine was lost"
-    words = f"{found}; {_resumed_by(monitor, again)}"
+    words = f"{found}; {_resumed_by(monitor)}"
     return RunState("gone", words) if monitor.abandoned else None
 
 
-def _resumed_by(monitor: RunMonitor, again: str) -> str:
+def _resumed_by(monitor: RunMonitor) -> str:
     """Return a clause that says from which step, and by which command, the run goes on."""
     saved = bool(monitor.trainer.checkpoint)
-    return f"{'to resume from the last checkpoint' if saved else 'to start again from step 0'}: {again}"
+    what = "to resume from the last checkpoint" if saved else "to start again from step 0"
+    return f"{what}: {monitor.resume_command}"
 
 
 def _at_work(monitor: RunMonitor) -> RunState:
@@ -407,12 +409,3 @@ def _no_space(monitor: RunMonitor) -> str:
 def _clock(moment: float) -> str:
     """Format unix seconds as a local time of day."""
     return time.strftime("%H:%M:%S", time.localtime(moment))
-
-
-def _submit(monitor: RunMonitor, job: str) -> str:
-    """Return the command that submits the run again; a likely one if ``job`` was submitted by hand."""
-    if job in monitor.submissions:
-        return monitor.submissions[job]
-    allocations = [str(event["nodes"]) for event in monitor.events if event["event"] == "allocated"]
-    nodes = len(allocations[-1].split(",")) if allocations else "N"
-    return f"tba submit --config {shlex.quote(str(monitor.run.path))} --nodes {nodes}"

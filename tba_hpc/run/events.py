@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,8 +36,8 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
     ===========  ====================================================================================
     event       when it happens, and its extra keys
     ===========  ====================================================================================
-    submitted   ``tba submit`` has submitted ``job`` ("": made a script, or was refused); ``command``:
-                what submits the run again
+    prepared    ``tba submit`` has made the run directory; ``command``: what submits the run again
+    submitted   Slurm has accepted ``job``
     allocated   a batch script begins, for the first time or after a requeue; ``nodes``: "node1,node2"
     changed     a resume brings another config; ``keys``: {"train.steps": [80, 2000]}, old and new values
     start       the ranks are about to be started; ``attempt``: "attempt-003", ``trainers``, ``searchers``
@@ -71,3 +73,19 @@ def read_events(run: RunDir) -> list[dict[str, Any]]:
     if not run.events_file.exists():
         return []
     return parse_json_lines(read_regular(run.events_file))
+
+
+def resume_command(run: RunDir, events: Sequence[Mapping[str, Any]], *, job: str = "") -> str:
+    """Return the command that resumes the run: ``tba run``, or its last ``tba submit``.
+
+    If its jobs were all submitted by hand, a likely ``tba submit`` is returned. events: all of the run's, in
+    order. job: id of the run's job if there are no events, or "".
+    """
+    typed = [str(event["command"]) for event in events if "command" in event]
+    if typed and (events[-1]["job"] or "command" in events[-1]):
+        return typed[-1]
+    if not (events[-1]["job"] if events else job):
+        return shlex.join(["tba", "run", str(run.path)])
+    allocated = [str(event["nodes"]) for event in events if event["event"] == "allocated"]
+    nodes = len(allocated[-1].split(",")) if allocated else "N"
+    return shlex.join(["tba", "submit", "--config", str(run.path), "--nodes", str(nodes)])

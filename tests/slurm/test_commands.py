@@ -73,7 +73,7 @@ def test_a_stopped_job_saves_and_ends_instead_of_going_back_to_the_queue(
 ) -> None:
     run, script = _run(tmp_path, _site(10_000))
     job = slurm.submit(run, script)
-    log_event(run, "submitted", job=job, restarts=0, command="tba submit --config it")
+    log_event(run, "prepared", job="", restarts=0, command="tba submit --config it")
     _working(cluster, run, 1)
     said = f"job {job} is asked to checkpoint and end, not to requeue; to resume then: "
     assert stop.stop(run) == f"{said}tba submit --config it"
@@ -81,7 +81,7 @@ def test_a_stopped_job_saves_and_ends_instead_of_going_back_to_the_queue(
     assert cluster.wait(int(job)) == "COMPLETED", _log(run)
     assert "stopped for good, as asked" in _log(run) and "back to the queue" not in _log(run)
     assert not json.loads(run.summary.read_text())["finished"], "the ranks have ended by themselves"
-    assert _events(run) == ["submitted", "allocated", "signal", "stopped"]
+    assert _events(run) == ["prepared", "allocated", "signal", "stopped"]
     assert stop.stop(run) == f"nobody is at work on {run.path}; to resume it: tba submit --config it"
     # Another job of the run is not concerned.
     _finished(cluster, run, slurm.submit(run, _run(tmp_path, _site(3))[1]))

@@ -525,10 +525,11 @@ def test_submit_says_what_it_did_and_what_comes_next(
     assert f"run directory {tmp_path}/runs/small-seed0" in done.stdout
     for command in ("tba logs ", "squeue --jobs ", "tba stop ", "scancel ", "tools/submit.py"):
         assert command in done.stdout
-    (submitted,) = read_events(RunDir.open(tmp_path / "runs/small-seed0"))
-    assert submitted["event"] == "submitted" and submitted["job"] in done.stdout
-    assert f"resume  {submitted['command']}\n" in done.stdout
-    again = subprocess.run(submitted["command"], shell=True, cwd="/", capture_output=True, text=True)
+    prepared, submitted = read_events(RunDir.open(tmp_path / "runs/small-seed0"))
+    assert submitted["event"] == "submitted" and f"job {submitted['job']}, " in done.stdout
+    assert (prepared["event"], prepared["job"]) == ("prepared", "")
+    assert f"resume  {prepared['command']}\n" in done.stdout
+    again = subprocess.run(prepared["command"], shell=True, cwd="/", capture_output=True, text=True)
     assert again.returncode == 2
     assert "of this run is pending already" in again.stderr
     assert len(again.stderr.splitlines()) == 1
@@ -601,7 +602,7 @@ def test_submit_waits_and_returns_failure(cluster: Cluster, tmp_path: Path, file
     assert done.returncode == 1
     assert "ended as FAILED" in done.stderr
     run = RunDir.open(tmp_path / "runs/small-seed0")
-    assert _events(run) == ["submitted", "allocated", "refused"] and _starts(run) == [(1, 1)]
+    assert _events(run) == ["prepared", "submitted", "allocated", "refused"] and _starts(run) == [(1, 1)]
     assert f"no model can be loaded from model.path={tmp_path}/none" in read_events(run)[-1]["sentence"]
     (code,) = (run.path / "code").iterdir()
     said = [log.read_text(errors="replace") for log in (run.logs / "latest").glob("*.*")]
