@@ -128,6 +128,7 @@ DULL: Values = {
     "search/flat_groups": lambda step: min(0.95, step / 40),
 }
 NEVER_RIGHT: Values = {name: always(float("flat" in name)) for name in ("search/reward", *FLAT)}
+FAR: Values = {"search/kl": lambda step: 0.2 * step, "search/reward": always(0.4)}
 IN_TURNS = {"max_staleness": 0, "sync_every": 1}
 
 WRONG: dict[str, Case] = {
@@ -175,6 +176,9 @@ WRONG: dict[str, Case] = {
     ),
     "KL of .* per token .*β·KL is .* since step .* train.learning_rate.peak": case(
         {"search/kl": lambda step: 0.5 * step, "search/reward": lambda step: 0.4 + 0.02 * (step % 2)}, []
+    ),
+    r"KL of .* \(β·KL is 1.6, the reward has risen by 0": case(  # tempered, but the reference's power is 1
+        FAR, train={"target_temperature": 0.5, "reference_temperature": 2.0}
     ),
     "Entropy of 0.004 nats per token, from 0.4 at first.* since step 30: .*Raise train.beta": case(
         {
@@ -247,6 +251,7 @@ def test_what_goes_wrong_is_said_in_one_sentence_first(words: str, wrong: Case) 
         case({"train/wait_share": always(0.7)}, exchange=IN_TURNS),
         case({"search/reward_share": always(0.5)}),
         case({"search/kl": always(6.0)}, train={"reference": "behaviour"}, task={"name": "math"}),
+        *(case(FAR, train={"target_temperature": {0: 1.0, 40: to}}) for to in (0.5, 2.0)),
         case({"search/rejected": lambda step: step // 4}),  # 40 of 16,000
         case({"staleness/mean": lambda step: step / 2}),  # drawn evenly from a growing buffer
         case({"staleness/mean": lambda step: step - 1.0}, exchange={"max_staleness": 100}),

@@ -15,6 +15,7 @@ from statistics import fmean, median, pstdev
 
 from tba_hpc.config import Config
 from tba_hpc.config.variants import RatioWeighted, Unbounded
+from tba_hpc.core.schedules import reference_power
 from tba_hpc.core.wording import count
 from tba_hpc.report.curves import Point, Trends
 from tba_hpc.run.evaluations import Evaluation
@@ -403,10 +404,11 @@ def distant_policy(view: View) -> Alert | None:
 def _gain(view: View) -> float | None:
     """Return how far the fresh reward rose above its first value; None if this rise does not bound β·KL.
 
-    It does if the objective weighs reward against the KL from a frozen reference whose power is 1.
+    It does if the objective weighs reward against the KL from a frozen reference whose power is always 1.
     """
     train, rewards = view.config.train, view.values("search/reward")
-    tempered = train.reference_temperature[0][1] * train.target_temperature[0][1] != 1
+    steps = [step for step, _ in (*train.reference_temperature, *train.target_temperature)]
+    tempered = any(reference_power(train, step) != 1 for step in steps)
     if not train.objective.weighs_kl or train.reference.name != "frozen" or tempered or not rewards:
         return None
     return max(rewards) - rewards[0]
