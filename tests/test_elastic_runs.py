@@ -19,7 +19,7 @@ from tba_hpc.config import FIRST_ELASTIC
 from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.evaluations import find_evaluation
-from tba_hpc.run.history import step_records
+from tba_hpc.run.history import History
 from tba_hpc.run.metrics import Record, read_metrics
 
 PATIENCE = 240.0
@@ -45,7 +45,7 @@ def ended(*processes: ForkServerProcess) -> list[int | None]:
 
 
 def steps_of(run: RunDir) -> int:
-    return len(step_records(read_metrics(run.metrics_file("trainer"))))
+    return len(History.read(run).steps)
 
 
 def events_of(run: RunDir, searcher: int) -> list[Record]:
@@ -142,10 +142,7 @@ def test_staleness_stays_bounded_whoever_comes_and_goes(
     assert ended(trainer, asked) == [-signal.SIGKILL, 0]
     assert ended(tabular_run.start(run, searchers=searchers), later) == [0, 0]
     assert_clean(run)
-    ages = [
-        int(str(record["staleness/max"]))
-        for record in step_records(read_metrics(run.metrics_file("trainer")))
-    ]
+    ages = [int(str(record["staleness/max"])) for record in History.read(run).steps]
     assert len(ages) == 60 and 0 < max(ages) <= 3
     assert {FIRST_ELASTIC, FIRST_ELASTIC + 1} <= merged(run).keys()
 

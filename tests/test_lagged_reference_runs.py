@@ -17,8 +17,7 @@ from tba_hpc.core.types import BEHAVIOUR
 from tba_hpc.exchange.hdf5_shards import read_shard
 from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.history import step_records
-from tba_hpc.run.metrics import read_metrics
+from tba_hpc.run.history import History
 
 
 def test_shards_note_what_sampled_and_a_kill_is_survived(tmp_path: Path) -> None:
@@ -33,7 +32,7 @@ def test_shards_note_what_sampled_and_a_kill_is_survived(tmp_path: Path) -> None
         shard = read_shard(path).trajectories
         assert (shard.record["reference"] == BEHAVIOUR).all()
         np.testing.assert_array_equal(shard.ref_logprobs, shard.logprobs)
-    records = step_records(read_metrics(run.metrics_file("trainer")))
+    records = History.read(run).steps
     assert len(records) == 14 and not any("time/reference_seconds" in record for record in records)
 
 

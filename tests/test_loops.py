@@ -53,7 +53,7 @@ from tba_hpc.run.background import at_once
 from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_part, write_evaluation
-from tba_hpc.run.history import step_records
+from tba_hpc.run.history import History
 from tba_hpc.run.metrics import MetricsWriter, read_metrics
 
 TABLE = Table()
@@ -231,7 +231,7 @@ def test_a_whole_asynchronous_run_learns_the_target(tmp_path: Path) -> None:
     go(parts, Paced(TABLE))
     after = total_variation(parts.learner.policy_PC, target_PC).max()
     assert before > 0.3 and after < 0.1  # .002 to .003; .034 where the machine was busy
-    steps = step_records(read_metrics(run.metrics_file("trainer")))
+    steps = History.read(run).steps
     assert [record["step"] for record in steps] == list(range(1, 401))
     assert max(float(record["staleness/max"]) for record in steps) > config.exchange.sync_every
 
@@ -295,7 +295,7 @@ def test_the_gap_between_engine_and_learner_is_measured(
     searched = read_metrics(run.metrics_file("searcher"))
     found = [float(record["search/engine_gap"]) for record in searched if "search/engine_gap" in record]
     assert found == pytest.approx([nats] * len(found), abs=1e-6) and found
-    steps = step_records(read_metrics(run.metrics_file("trainer")))
+    steps = History.read(run).steps
     gaps = {
         int(record["step"]): float(record["train/engine_gap"])
         for record in steps
@@ -375,7 +375,7 @@ def _sealed(config: Config, run: RunDir, count: int) -> list[Shard]:
 
 def _losses(run: RunDir) -> list[tuple[float, ...]]:
     names = ("step", "train/loss", "train/grad_norm", "train/reward", "staleness/mean", "buffer/size")
-    records = step_records(read_metrics(run.metrics_file("trainer")))
+    records = History.read(run).steps
     return [tuple(float(record[name]) for name in names) for record in records]  # type: ignore[arg-type]
 
 

@@ -19,7 +19,7 @@ import pytest
 from tba_hpc.objectives.diagnostics import MOMENTS
 from tba_hpc.run import metrics
 from tba_hpc.run.files import DiskFullError, is_disk_full
-from tba_hpc.run.history import step_records
+from tba_hpc.run.history import History
 from tba_hpc.run.metric_table import FIELDS, METRICS, SEARCHER_EVENTS, TRAINER_EVENTS
 from tba_hpc.run.metrics import (
     MetricsTail,
@@ -160,9 +160,9 @@ def test_of_a_step_done_twice_the_later_attempt_counts() -> None:
         {"event": "resumed", "step": 2},
         *({"step": step, "attempt": 2} for step in (3, 4)),
     ]
-    found = [(record["step"], record["attempt"]) for record in step_records(records)]
+    found = [(record["step"], record["attempt"]) for record in History.of(records).steps]
     assert found == [(1, 1), (2, 1), (3, 2), (4, 2)]
-    assert step_records([*records, {"event": "started", "step": 0}]) == []
+    assert History.of([*records, {"event": "started", "step": 0}]).steps == []
 
 
 PACKAGE = Path(metrics.__file__).parents[1]

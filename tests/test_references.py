@@ -20,7 +20,7 @@ from tba_hpc.loops.restoring import require_reference
 from tba_hpc.report.audit import audit
 from tba_hpc.run.checkpoints import BUFFER_FILE, StateError, checkpoint_folders
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.history import step_records
+from tba_hpc.run.history import History
 from tba_hpc.run.metrics import read_metrics
 
 BOUNDED = {"initial_completions": 15, "capacity_per_prompt": 40, "capacity": 400}
@@ -36,7 +36,7 @@ def go(run: RunDir, *, searchers: int, sent: object = None, nth: int = 0) -> Non
 
 def staleness(run: RunDir) -> list[int]:
     """The largest of every step of the surviving history."""
-    records = step_records(read_metrics(run.metrics_file("trainer")))
+    records = History.read(run).steps
     assert [record["step"] for record in records] == list(range(1, run.config().train.steps + 1))
     return [int(str(record["staleness/max"])) for record in records]
 
@@ -75,7 +75,7 @@ def test_bound_0_is_the_synchronous_baseline(tmp_path: Path) -> None:
     go(run, searchers=2)
     assert staleness(run) == [0] * config.train.steps
     assert sealed(run) == config.train.steps * config.train.prompts_per_step
-    rounds = [record["sync/publishes"] for record in step_records(read_metrics(run.metrics_file("trainer")))]
+    rounds = [record["sync/publishes"] for record in History.read(run).steps]
     assert rounds == list(range(1, config.train.steps + 1))
 
 
@@ -131,7 +131,7 @@ def test_with_a_replay_limit_the_trainer_waits_for_searchers_over_a_kill(tmp_pat
     config, run = make(tmp_path, train={}, exchange={}, buffer=queue)
     go(run, searchers=2, sent=SIGKILL, nth=7)
     go(run, searchers=2)
-    last = step_records(read_metrics(run.metrics_file("trainer")))[-1]
+    last = History.read(run).steps[-1]
     a_step = config.train.prompts_per_step * config.train.completions_per_prompt
     assert last["step"] == config.train.steps
     assert int(str(last["buffer/added"])) >= config.train.steps * a_step
@@ -185,7 +185,7 @@ def test_what_the_trainer_scores_is_scored_once_and_outlives_a_kill(
     go(run, searchers=1)
     for path in run.shard_files().values():
         assert np.isnan(read_shard(path).trajectories.ref_logprobs).all()
-    records = step_records(read_metrics(run.metrics_file("trainer")))
+    records = History.read(run).steps
     assert len(records) == 14 and all("time/learn_seconds" in record for record in records)
     assert "time/reference_seconds" in records[0]
     assert not any("search/kl" in record for record in read_metrics(run.metrics_file("searcher", 0)))

@@ -31,8 +31,7 @@ from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExch
 from tba_hpc.exchange.hdf5_shards import ShardError
 from tba_hpc.exchange.replay_exchange import RecordedShards, Recording
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.history import step_records
-from tba_hpc.run.metrics import read_metrics
+from tba_hpc.run.history import History
 from tba_hpc.run.signals import StopFlag
 
 
@@ -109,7 +108,7 @@ def again(
 
 
 def steps_of(run: RunDir) -> list[dict[str, Any]]:
-    return step_records(read_metrics(run.metrics_file("trainer")))  # type: ignore[return-value]
+    return History.read(run).steps  # type: ignore[return-value]
 
 
 def first(run: RunDir, name: str) -> float:

@@ -17,8 +17,7 @@ from tba_hpc.core.prompts import refuse_few_prompts
 from tba_hpc.core.types import Completion, Prompt
 from tba_hpc.exchange.file_exchange import FileSearcherExchange
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.history import step_records
-from tba_hpc.run.metrics import read_metrics
+from tba_hpc.run.history import History
 
 STEPS = 6
 
@@ -52,7 +51,7 @@ def go(config: Config, task: TabularTask) -> list[int]:
         exchange.close()
         thread.join(240)
         assert not thread.is_alive()
-    records = step_records(read_metrics(run.metrics_file("trainer")))
+    records = History.read(run).steps
     return [int(str(record["staleness/max"])) for record in records]
 
 
@@ -137,7 +136,7 @@ def test_an_on_policy_run_learns_from_what_its_policy_sampled_equal_completions_
     """S = K = 12 of few possible completions: the mean reward of every batch is that of its step's groups."""
     config, task = bounded(tmp_path, objective="rloo", completions_per_prompt=12), Sampled()
     assert go(config, task) == [0] * STEPS
-    records = step_records(read_metrics(RunDir.open(config.run_dir).metrics_file("trainer")))
+    records = History.read(RunDir.open(config.run_dir)).steps
     sampled = np.mean(task.groups, axis=1).reshape(STEPS, -1).mean(axis=1)
     np.testing.assert_allclose([float(str(r["train/reward"])) for r in records], sampled, rtol=1e-6)
     assert records[-1]["buffer/duplicates"] == 0

@@ -40,7 +40,7 @@ from tba_hpc.config import is_elastic
 from tba_hpc.report.audit import Audit, audit
 from tba_hpc.report.data import RunData
 from tba_hpc.report.tables import Cell, print_rows
-from tba_hpc.run.history import step_records
+from tba_hpc.run.history import History
 from tba_hpc.run.metrics import Record, number
 from tba_hpc.run.owners import SILENT_OWNER_SECONDS
 
@@ -121,7 +121,7 @@ class Churn(Trial):
 
     def row(self, found: Audit) -> dict[str, Cell]:
         """Return the figures of the whole run."""
-        steps = step_records(self.history.trainer)
+        steps = History.of(self.history.trainer).steps
         waits = [number(r, "train/wait_share", 0.0) for r in steps if "train/wait_share" in r]
         starts, ettr = self._starts(), RunData.read(self.run).ettr
         joins = [time_of(r) - self._start_of(r) for r in self._elastic("joined")]

@@ -84,7 +84,7 @@ from tba_hpc.learner.side_stream import SideStream
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import write_atomic
-from tba_hpc.run.history import step_records
+from tba_hpc.run.history import History
 from tba_hpc.run.metrics import read_metrics
 
 STAGE_SECONDS = 90.0
@@ -827,7 +827,7 @@ def follow(stage: Stage, process: subprocess.Popen[str], until: Callable[[], boo
 
 def steps_of(stage: Stage) -> list[float]:
     """Return the duration of each optimizer step of the stage's run so far, s."""
-    records = step_records(read_metrics(RunDir(stage.run).metrics_file("trainer")))
+    records = History.read(RunDir(stage.run)).steps
     return [float(str(record["time/step_seconds"])) for record in records]
 
 

@@ -14,8 +14,8 @@ from tba_hpc.report.data import read_evaluations
 from tba_hpc.report.estimates import wilson
 from tba_hpc.report.samples.select import Query, run_decoder, select
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.history import step_records
-from tba_hpc.run.metrics import MetricsTail, read_metrics
+from tba_hpc.run.history import History
+from tba_hpc.run.metrics import read_metrics
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -45,7 +45,7 @@ class RunFrames:
 
         If a resume repeated a step, its row has the later values.
         """
-        records = step_records(read_metrics(self.run.metrics_file("trainer")))
+        records = History.read(self.run).steps
         return _frame([{"step": 0, **record} for record in records], ["step", "time"]).set_index("step")
 
     @cached_property
@@ -57,7 +57,7 @@ class RunFrames:
         records = [
             {"searcher": index, **record}
             for index, path in self.run.searcher_files().items()
-            for record in MetricsTail(path).records()
+            for record in read_metrics(path)
             if "event" not in record
         ]
         return _frame(records, ["searcher", "time"]).sort_values("time", ignore_index=True)

@@ -137,11 +137,6 @@ class History:
         return max(self.revisions(), default=0)
 
 
-def step_records(records: Iterable[Record]) -> list[Record]:
-    """List the records of optimizer steps, ascending. Of a step that was repeated the last record counts."""
-    return History.of(records).steps
-
-
 def whole(record: Record, name: str) -> int:
     """Return a field of a record as an integer; 0 if it is missing."""
     return int(number(record, name, 0))

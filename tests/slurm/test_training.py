@@ -26,7 +26,7 @@ from tba_hpc.exchange.hdf5_shards import read_shard
 from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import PER_START, RunDir
 from tba_hpc.run.events import read_events
-from tba_hpc.run.history import step_records
+from tba_hpc.run.history import History
 from tba_hpc.run.metrics import read_metrics
 from tests.system import test_engines
 from tests.system.test_run import CONFIG, assert_whole
@@ -116,7 +116,7 @@ def said(run: RunDir) -> str:
 
 def steps(run: RunDir) -> int:
     """Optimizer steps so far."""
-    return len(step_records(read_metrics(run.metrics_file("trainer"))))
+    return len(History.read(run).steps)
 
 
 def events(run: RunDir, name: str) -> list[dict[str, Any]]:
@@ -161,7 +161,7 @@ def reach_the_wall_time(cluster: Cluster, run: RunDir) -> None:
 
 def schedule(run: RunDir) -> list[tuple[float, ...]]:
     """Step, learning rate and β of all steps."""
-    records = step_records(read_metrics(run.metrics_file("trainer")))
+    records = History.read(run).steps
     return [tuple(record[key] for key in ("step", "train/learning_rate", "train/beta")) for record in records]
 
 

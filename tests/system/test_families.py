@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.history import step_records
+from tba_hpc.run.history import History
 from tba_hpc.run.metrics import Record, read_metrics
 
 from .test_run import ROOT, finish, tba
@@ -90,7 +90,7 @@ def assert_every_weight_learned(first: Path, run: RunDir, *, largest_gap: float 
 
 def _records(run: RunDir) -> tuple[list[Record], list[Record]]:
     """Of optimizer steps, and of searcher 0."""
-    steps = step_records(read_metrics(run.metrics_file("trainer")))
+    steps = History.read(run).steps
     return steps, read_metrics(run.metrics_file("searcher", 0))
 
 

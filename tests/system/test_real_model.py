@@ -17,8 +17,7 @@ from tba_hpc.learner.hf_model import load_policy
 from tba_hpc.learner.hf_reference import HfReference
 from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.history import step_records
-from tba_hpc.run.metrics import read_metrics
+from tba_hpc.run.history import History
 
 from .test_families import assert_every_weight_learned
 from .test_run import ROOT, tba
@@ -63,7 +62,7 @@ def test_the_model_is_the_one_that_was_published() -> None:
 
 def test_every_weight_is_trained_and_log_probabilities_agree(run: RunDir) -> None:
     assert audit(run).clean
-    assert len(step_records(read_metrics(run.metrics_file("trainer")))) == STEPS
+    assert len(History.read(run).steps) == STEPS
     assert_every_weight_learned(MODEL, run, largest_gap=1e-4)
 
 

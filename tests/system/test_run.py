@@ -27,7 +27,7 @@ from tba_hpc.report.audit import audit
 from tba_hpc.run.checkpoints import latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
-from tba_hpc.run.history import step_records
+from tba_hpc.run.history import History
 from tba_hpc.run.metrics import read_metrics
 
 pytestmark = pytest.mark.system
@@ -93,7 +93,7 @@ def wait_for(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 def steps_done(root: Path, name: str = NAME) -> int:
     """Optimizer steps in the metrics so far."""
-    return len(step_records(read_metrics(root / name / "metrics" / "trainer.jsonl")))
+    return len(History.read(RunDir(root / name)).steps)
 
 
 def ranks(process: subprocess.Popen[str], verb: str) -> list[psutil.Process]:
@@ -109,7 +109,7 @@ def ranks(process: subprocess.Popen[str], verb: str) -> list[psutil.Process]:
 
 def assert_whole(run: RunDir, steps: int = STEPS, samples: int = SAMPLES) -> None:
     """All steps once, nothing lost or doubled, results there."""
-    records = step_records(read_metrics(run.metrics_file("trainer")))
+    records = History.read(run).steps
     assert [record["step"] for record in records] == list(range(1, steps + 1))
     summary = json.loads(run.summary.read_text())
     assert summary["finished"] and summary["steps"] == steps
@@ -218,7 +218,7 @@ def test_a_finished_run_goes_on_to_more_steps_from_any_folder(tmp_path: Path) ->
     code, out, err = finish(tba(*go_on, folder=tmp_path))
     assert code == 0 and sentence in out and "resuming; the newest checkpoint is of step 40" in out, out + err
     assert_whole(run, 50)
-    rates = [r["train/learning_rate"] for r in step_records(read_metrics(run.metrics_file("trainer")))]
+    rates = [r["train/learning_rate"] for r in History.read(run).steps]
     assert rates[39] < rates[40] > rates[41]
     after = load_file(run.export / "model.safetensors")
     assert (after["logits"] != before["logits"]).any()

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from tba_hpc.report.data import read_evaluations, series
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.history import step_records
+from tba_hpc.run.history import History
 from tba_hpc.run.metrics import Record, number, read_metrics
 
 Curve = Sequence[tuple[float, float]]
@@ -70,7 +70,7 @@ def course_of(run: RunDir, *, evaluations_count: bool = True) -> Course:
     """
     trainer = read_metrics(run.metrics_file("trainer"))
     searchers = [read_metrics(path) for path in run.searcher_files().values()]
-    steps = step_records(trainer)
+    steps = History.of(trainer).steps
     reached = {int(number(record, "step", 0)): number(record, "time", 0.0) for record in steps}
     start, lost, points = clock_start(trainer, searchers), 0.0, []
     rate = 0.0 if evaluations_count else 1 / tokens_per_second(searchers)

@@ -17,7 +17,7 @@ from lab.runs import Options, Study, slug
 from tba_hpc.config import Config
 from tba_hpc.report.data import series
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.history import step_records
+from tba_hpc.run.history import History
 from tba_hpc.run.metrics import read_metrics
 
 ONE, EIGHT, FREE = "asynchronous, data one step old", "at most eight steps old", "no bound on their age"
@@ -90,7 +90,7 @@ class Paced:
     @classmethod
     def read(cls, run: RunDir) -> Paced:
         """Read the figures of a finished run."""
-        steps = step_records(read_metrics(run.metrics_file("trainer")))
+        steps = History.read(run).steps
         searchers = [read_metrics(path) for path in run.searcher_files().values()]
         done = list(zip(series(steps, "time"), series(steps, "step"), strict=True))
         done = done[len(done) // WARM :]
