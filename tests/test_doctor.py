@@ -19,10 +19,10 @@ import pytest
 from tba_hpc.checks import machine, slurm_checks, trial
 from tba_hpc.checks.config_checks import check_hub, check_resources
 from tba_hpc.checks.facts import Check, Facts, Finding, SlurmFacts, judge, ok
-from tba_hpc.checks.library import Library
 from tba_hpc.checks.lists import LOGIN_NODE, RUN, START
 from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.launch import slurm
+from tba_hpc.launch.mpi_library import Library
 from tba_hpc.launch.plan import Container, Site, plan
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tba_hpc.checks.library import Library
 from tba_hpc.config import Config, ConfigError
-from tba_hpc.launch import mpi_library
+from tba_hpc.launch.mpi_library import Library, variables
 from tba_hpc.launch.plan import Plan, Site
 from tba_hpc.run.slurm_queue import ask, fields
 
@@ -201,7 +200,7 @@ def refuse(checks: Iterable[Check], facts: Facts) -> list[Finding]:
 
 def job_environment(site: Site) -> dict[str, str]:
     """Return the environment variables of a job's ranks, as far as they are known here."""
-    own = mpi_library.variables(site.mpi_library) | site.environment
+    own = variables(site.mpi_library) | site.environment
     expanded = {name: os.path.expandvars(value) for name, value in own.items()}
     return {"HF_HUB_OFFLINE": "1", **os.environ, **expanded}
 

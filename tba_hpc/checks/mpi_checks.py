@@ -8,9 +8,8 @@ import subprocess
 from collections.abc import Iterator
 
 from tba_hpc.checks.facts import Facts, Finding, job_environment, login_python, ok, problem, warning
-from tba_hpc.checks.library import LOOK, Library
 from tba_hpc.launch import LaunchError, local
-from tba_hpc.launch.mpi_library import SITE, WHEEL
+from tba_hpc.launch.mpi_library import LOOK, SITE, WHEEL, Library
 from tba_hpc.launch.plan import Site
 
 LIBRARY = "MPI library"

@@ -11,12 +11,12 @@ import numpy as np
 
 from tba_hpc.checks import mpi_checks, trial
 from tba_hpc.checks.facts import Facts, judge, ok
-from tba_hpc.checks.library import describe
 from tba_hpc.checks.lists import NODE
 from tba_hpc.checks.machine import model_bytes
 from tba_hpc.core.types import Role, WeightLayout
 from tba_hpc.core.wording import count
 from tba_hpc.exchange.mpi_world import LEADER, MpiWorld, Tag, library_version
+from tba_hpc.launch.mpi_library import describe
 from tba_hpc.launch.plan import Site
 from tba_hpc.run.directory import RunDir
 

@@ -1,15 +1,20 @@
-"""Chooses the MPI library that ranks load: the one that pip installed, the cluster's, or a given file.
+"""Chooses the MPI library that ranks load: pip's, the cluster's, or a given file; describes the one loaded.
 
 mpi4py loads the library when it is imported, and an environment variable tells it which. The variable must be
-set before Python starts. ``checks/library.py`` finds out which library was loaded.
+set before Python starts.
 """
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from tba_hpc.launch import ONE_MACHINE
+import psutil
+
+from tba_hpc.core.wording import first_words
 
 VARIABLE = "MPI4PY_LIBMPI"
 """Environment variable with which mpi4py 4.1 chooses the library (``mpi4py/_mpiabi.py``).
@@ -22,9 +27,60 @@ WHEEL, SITE = "wheel", "site"
 """Values of the site key ``mpi_library`` other than paths: the library that pip installed, and the
 cluster's."""
 
+ONE_MACHINE = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
+"""Environment variables that make ranks of Open MPI exchange messages through shared memory alone. Otherwise
+each rank listens on every network of the machine."""
+
 NO_NETWORK = {**ONE_MACHINE, "OMPI_MCA_btl": "^tcp,ofi,uct,openib,usnic"}
 """Variables with the effect of ONE_MACHINE that also suit Open MPI 4, in which the transport ``sm`` has
 another name."""
+
+LOOK = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    "import json, dataclasses; from tba_hpc.launch.mpi_library import describe; "
+    "print(json.dumps(dataclasses.asdict(describe(MPI.Get_library_version()))))"
+)
+"""Python program that prints a Library as JSON, so that its caller need not load it. It does not start MPI,
+which some libraries refuse without a job."""
+
+NAME = re.compile(r"libmpi(ch|_(?!cxx)[a-z]+(_\d+)?)?\.so[.\d]*")
+"""Pattern of the file names of MPI libraries. Those of Cray MPICH contain the compiler's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """An MPI library.
+
+    version: name and version, as the library reports them. path: its file, or "" if unknown. own: whether pip
+    has installed it in this Python environment. pmix: whether the process has also loaded PMIx, with which
+    ranks find each other under srun.
+    """
+
+    version: str
+    path: str = ""
+    own: bool = False
+    pmix: bool = False
+
+    @property
+    def plugin(self) -> str:
+        """Value of ``srun --mpi`` that fits the library; empty for an MPICH with PMIx, as several may fit."""
+        if "Open MPI" in self.version:
+            return "pmix"
+        if self.pmix:
+            return ""
+        return "cray_shasta" if "CRAY" in self.version else "pmi2"
+
+
+def describe(version: str) -> Library:
+    """Return the MPI library that this process has loaded. version: the text of MPI_Get_library_version."""
+    files = [Path(mapped.path) for mapped in psutil.Process().memory_maps()]
+    path = next((file for file in files if NAME.fullmatch(file.name)), None)
+    return Library(
+        version=first_words(version),
+        path=str(path or ""),
+        own=path is not None and path.parent == Path(sys.prefix).resolve() / "lib",
+        pmix=any(file.name.startswith("libpmix.so") for file in files),
+    )
 
 
 def variables(choice: str) -> dict[str, str]:

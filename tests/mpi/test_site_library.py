@@ -11,8 +11,8 @@ from contracts.exchange_program import SCENARIOS
 from test_local_launch import Launched
 
 from mpi.launch import ENVIRONMENT, OPTIONS, WHEEL, Mpi, run_world
-from tba_hpc.checks.library import LOOK, Library
 from tba_hpc.launch import local, mpi_library
+from tba_hpc.launch.mpi_library import LOOK, Library
 from tba_hpc.launch.plan import Site
 
 CONTRACT = Path(__file__).parents[1] / "contracts/exchange_program.py"
