@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from tba_hpc.config import Config, ConfigError, dump_config, load_config
+from tba_hpc.config import ConfigError, dump_config, load_config
 from tba_hpc.core.ports import EngineError, ExchangeError
 from tba_hpc.core.types import Role, Split
 from tba_hpc.core.wording import output_is_lost, print_in_any_encoding, printable, though_output_is_lost
@@ -129,11 +129,12 @@ def run(
     """Train on this machine, from the start or from where the run stopped."""
     from tba_hpc.checks.facts import Facts, refuse
     from tba_hpc.checks.lists import FILES, RUN, START
+    from tba_hpc.commands.submission import file_and_overrides, load_anchored
     from tba_hpc.launch import local
     from tba_hpc.report.notify import notified, require_addresses
     from tba_hpc.report.tables import Terminal
 
-    resolved = _resolve(config, overrides or [])
+    resolved = load_anchored(*file_and_overrides(config, overrides or []))
     require_trackers(resolved)
     require_addresses(resolved)
     run_dir = RunDir.check(resolved)
@@ -644,7 +645,12 @@ def samples(
 @app.command(rich_help_panel=SCRIPTS)
 def create(config: ConfigPath, overrides: Overrides = None) -> None:
     """Make the run directory of a config, or prepare the run in it for a resume; print its path."""
-    resolved = _resolve(config, overrides or [])
+    from tba_hpc.checks.facts import Facts, refuse
+    from tba_hpc.checks.lists import FILES
+    from tba_hpc.commands.submission import file_and_overrides, load_anchored
+
+    resolved = load_anchored(*file_and_overrides(config, overrides or []))
+    refuse(FILES, Facts(config=resolved))
     refuse_owned(RunDir.check(resolved))  # creating would change the config of a run at work
     made = create_run(resolved)
     modules.keep(made, resolved, modules.folder_of(config))
@@ -683,20 +689,6 @@ def _span(text: str | None) -> tuple[int, int] | None:
             f"--steps {text} is not a span of steps: write for example --steps 0-20, or --steps 20"
         )
     return int(first), int(last)
-
-
-def _resolve(path: Path, overrides: list[str]) -> Config:
-    """Load the config of a file or a run directory.
-
-    Raises ConfigError if it is invalid, or if a local file that it names is missing.
-    """
-    from tba_hpc.checks.facts import Facts, refuse
-    from tba_hpc.checks.lists import FILES
-    from tba_hpc.commands.submission import file_and_overrides, load_anchored
-
-    config = load_anchored(*file_and_overrides(path, overrides))
-    refuse(FILES, Facts(config=config))
-    return config
 
 
 def _open(path: Path, role: Role, index: int | None) -> RunDir:

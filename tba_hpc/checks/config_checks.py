@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tba_hpc.checks.chat_ends import CONVERSATIONS
-from tba_hpc.checks.facts import Facts, Finding, Level, ok, problem, warning
+from tba_hpc.checks.facts import Facts, Finding, Level, login_python, ok, problem, warning
 from tba_hpc.checks.resources import missing, missing_sentence, resources
 from tba_hpc.config import Config, ConfigError, TrainSection, dump_config, is_local
 from tba_hpc.config.variants import Unbounded
@@ -249,7 +249,7 @@ def _of_task(facts: Facts, config: Config, folder: str) -> Iterator[Finding]:
     words = [facts.fetched_by] if facts.fetched_by else []
     try:
         done = subprocess.run(
-            [facts.python, "-P", "-m", "tba_hpc.checks.task_check", *words],
+            [login_python(facts.site), "-P", "-m", "tba_hpc.checks.task_check", *words],
             input=dump_config(config),
             env=around,
             capture_output=True,

@@ -139,8 +139,6 @@ class Facts:
     """Fields of a job that Slurm has accepted, as ``scontrol show job`` names them."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """Environment variables of the ranks."""
-    python: str = sys.executable
-    """Path of the ranks' Python."""
     fetched_by: str = ""
     """Command that downloads the ranks' models and data."""
     beside: Path | None = None

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tba_hpc.checks.facts import Facts, Finding, job_environment, login_python, refuse, warning
+from tba_hpc.checks.facts import Facts, Finding, job_environment, refuse, warning
 from tba_hpc.checks.lists import ELASTIC, SUBMIT, job_facts
 from tba_hpc.checks.slurm_checks import check_job_requeue
 from tba_hpc.commands.submission import Submission, again, last_job, prepare, script_of
@@ -146,7 +146,6 @@ def _warnings(config: Config, split: Plan, site: Site, submission: Submission) -
     """Return warnings about what may fail. Raises ConfigError if the run would certainly fail."""
     facts = replace(
         job_facts(config, site, split),
-        python=login_python(site),
         fetched_by=submission.fetched_by,
         beside=submission.beside,
         seconds=CHECK_SECONDS,
