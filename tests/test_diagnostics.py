@@ -54,6 +54,14 @@ def test_two_weights_by_hand() -> None:
     assert found == {"ess": pytest.approx(0.8), "log_weight": pytest.approx(math.log(3) / 2)}
 
 
+def test_none_of_equal_rewards_is_above_their_mean() -> None:
+    """In float32 the mean of three times 1000.1 is less."""
+    reward_BK = torch.full((1, 3), 1000.1)
+    assert (reward_BK > reward_BK.mean()).all()
+    groups = replace(groups_of([[1.0] * 3]), reward_BK=reward_BK)
+    assert "better_log_weight" not in figures_of(groups)
+
+
 def test_the_gap_is_of_the_tokens_that_the_policy_itself_has_sampled() -> None:
     """Of 3 tokens each: gaps .2, .3 and .4 per token on-policy, some below and some above; 9 off-policy."""
     groups = groups_of([[0.6, -0.9], [27.0, 1.2]])

@@ -396,6 +396,16 @@ def test_decoupled_ppo_between_its_extremes() -> None:
     torch.testing.assert_close(gradient(around, even, 0.3), gradient(before, even, 0.3))
 
 
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dr_grpo", "decoupled_ppo", "topr", "tba_prime"])
+def test_equal_rewards_teach_nothing(name: str) -> None:
+    """Though in float32 the mean of seven times 1000.1 is not 1000.1."""
+    reward_BK = torch.full((2, 7), 1000.1)
+    assert (reward_BK.mean(1) != 1000.1 - torch.zeros(2)).all()
+    groups = replace(random_groups(2, 7, stale=0.0, dtype=torch.float32), reward_BK=reward_BK)
+    groups = replace(groups, reference_BKL=groups.policy_BKL.detach())
+    assert not gradient(objective_of(name), groups, 0.3).any()
+
+
 def test_baselines_carry_no_gradient() -> None:
     value = tensor([[1.0, 3.0], [5.0, 5.0]]).requires_grad_()
     assert centred(value).tolist() == [[-1, 1], [0, 0]]

@@ -221,8 +221,13 @@ def group_mean(value_BK: Tensor) -> Tensor:
 
 
 def centred(value_BK: Tensor) -> Tensor:
-    """Return each value minus the mean of its group, [B, K], detached."""
-    return value_BK.detach() - group_mean(value_BK)
+    """Return each value minus the mean of its group, [B, K], detached; exactly 0 if all are equal.
+
+    The mean of equal values may itself be rounded. Divided by their spread, which is then rounding, too, the
+    difference would make an advantage of the order of 1.
+    """
+    excess_BK = value_BK.detach() - value_BK.detach()[:, :1]
+    return excess_BK - group_mean(excess_BK)
 
 
 def leave_one_out(value_BK: Tensor) -> Tensor:

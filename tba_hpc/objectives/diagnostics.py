@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, float64
 
-from tba_hpc.objectives.common import Groups, group_mean
+from tba_hpc.objectives.common import Groups, centred
 
 MAX_LOG_WEIGHT = 300.0
 """Limit on |log π_θ/π_behaviour|, in nats, so that sums of squared ratios do not overflow float64."""
@@ -31,7 +31,7 @@ def moments(groups: Groups) -> dict[str, Tensor]:
     log_ratio_BKL = groups.policy_BKL.detach() - groups.behaviour_BKL
     log_weight_BK = log_ratio_BKL.sum(2, dtype=float64)
     weight_BK = log_weight_BK.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
-    better_BK = groups.reward_BK > group_mean(groups.reward_BK)
+    better_BK = centred(groups.reward_BK) > 0
     on_policy_BK = 0.0 if groups.on_policy_BK is None else groups.on_policy_BK.to(float64)
     return {
         "log_weight": log_weight_BK.mean(),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tba_hpc.config.variants import LogZ
-from tba_hpc.objectives.common import Groups, ObjectiveOutput, group_mean
+from tba_hpc.objectives.common import Groups, ObjectiveOutput, centred, group_mean
 
 LOG_RATIO_LIMIT = 10.0
 """Limit on a token's |log π/π_ref| in the KL estimates of TBA′, in nats."""
@@ -58,7 +58,7 @@ def tba_prime(groups: Groups, beta: float, *, log_z: LogZ = "behaviour") -> Obje
     Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
     """
     kl_BK, centre_BK = (_clamped(_kl(groups, whose)) for whose in ("policy", log_z))
-    advantage_BK = groups.reward_BK - beta * kl_BK - group_mean(groups.reward_BK - beta * centre_BK)
+    advantage_BK = centred(groups.reward_BK) - beta * (kl_BK - group_mean(centre_BK))
     metrics = {"log_ratio": groups.log_ratio_BK.detach().mean(), "advantage": advantage_BK.abs().mean()}
     return ObjectiveOutput(-advantage_BK * groups.logprob_BK, metrics)
 
