@@ -308,7 +308,7 @@ def test_calls_are_found(text: str, calls: list[Call | str]) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("Nobody", "no function 'Nobody' in that module"),
+        ("Nobody", "no function or class 'Nobody' in that module"),
         ("size", "is not an environment"),
         ("Idle", "offers the model nothing to do"),
         ("Built", r"its constructor gets no arguments \(missing a required argument: 'size'\)"),

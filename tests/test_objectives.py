@@ -618,7 +618,7 @@ def test_an_objective_of_ones_own_gets_one_group_at_a_time(monkeypatch: pytest.M
     ("name", "options", "sentence"),
     [
         ("no_such_module:loss", {}, "cannot be imported .*: put the module beside the config"),
-        ("test_objectives:halfs", {}, "no function 'halfs' in that module: did you mean 'halves'?"),
+        ("test_objectives:halfs", {}, "no function or class 'halfs' in that module: did you mean 'halves'?"),
         (
             "test_objectives:halves",
             {"size": 2},

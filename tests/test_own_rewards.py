@@ -167,7 +167,7 @@ def test_several_rewards_are_a_weighted_sum_and_logged_by_name(own: Path) -> Non
 @pytest.mark.parametrize(
     ("reward", "sentence"),
     [
-        ("own_rewards:sise", "no function 'sise' in that module: did you mean 'size'"),
+        ("own_rewards:sise", "no function or class 'sise' in that module: did you mean 'size'"),
         ("nomodule:size", "cannot be imported (No module named 'nomodule'): put the module beside"),
         ("own_rewards:other", "takes text first: call its first argument completion"),
         ("own_rewards:trl", "of them; docs/coming-from.md has the lines to put around a function of TRL"),
@@ -1093,7 +1093,7 @@ def test_a_module_beside_the_config_is_found_from_any_folder_and_kept(tmp_path: 
         return subprocess.run([tba, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
 
     bad = do("run", "deep/config.yaml", "--dry-run", "--set", "task.reward=beside:g")
-    assert bad.returncode == 2 and "no function 'g' in that module" in bad.stderr, bad
+    assert bad.returncode == 2 and "no function or class 'g' in that module" in bad.stderr, bad
     away = do(
         "run", "deep/config.yaml", "--dry-run", "--set", "task.reward={j: {url: 'http://127.0.0.1:9/'}}"
     )

@@ -90,7 +90,11 @@ def config_of(folder: Path, **task: Any) -> Config:
             {"name": "own:Sevens"},
             r"own:Sevens: prompts\('train'\)\[0\] has the id 7, but ids count the prompts",
         ),
-        ({"name": "own:Fin"}, "no class 'Fin' there: did you mean 'Fine'"),
+        ({"name": "own:Fin"}, "no function or class 'Fin' in that module: did you mean 'Fine'"),
+        (
+            {"name": "math:hypot"},
+            "task.name=math:hypot is not a class: give one",
+        ),
         (
             {"name": "own:Fine", "options": {"size": "few"}},
             "task.options.size has the value 'few', but",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import sysconfig
 import traceback
@@ -41,20 +42,17 @@ def find_function(key: str, name: str) -> Callable[..., Any]:
     key: config key to name in errors. Raises ConfigError if there is no such module or function.
     """
     module_name, _, function = name.partition(":")
-    module = import_own(key, module_name)
+    module = _import(key, module_name)
     found = getattr(module, function, None)
     if not callable(found):
         known = [one for one in vars(module) if callable(vars(module)[one])]
         meant = did_you_mean(function, known, "check the name")
-        raise ConfigError(f"{key}: no function {function!r} in that module: {meant}")
+        raise ConfigError(f"{key}: no function or class {function!r} in that module: {meant}")
     return found
 
 
-def import_own(key: str, name: str) -> ModuleType:
-    """Import a user's module; ``key`` is the config key to name in errors.
-
-    An exception of the module becomes a ConfigError with the line that raised it.
-    """
+def _import(key: str, name: str) -> ModuleType:
+    """Import a user's module. Its exceptions become a ConfigError with the line that raised them."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -65,6 +63,28 @@ def import_own(key: str, name: str) -> ModuleType:
         raise _refusal(key, name, error) from None
     except (Exception, SystemExit) as error:
         raise _refusal(key, name, error) from None
+
+
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a user's function; [] for a compiled one without a signature."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:
+        return []
+
+
+def refusal(function: Callable[..., Any], *arguments: object, **keywords: object) -> str:
+    """Return why a user's function or class does not take these arguments; empty if it does.
+
+    A compiled one without a signature may take any.
+    """
+    try:
+        inspect.signature(function).bind(*arguments, **keywords)
+    except TypeError as error:
+        return str(error)
+    except ValueError:
+        pass
+    return ""
 
 
 def in_words(error: BaseException) -> str:

@@ -38,17 +38,15 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.own_code import find_function, in_words
+from tba_hpc.core.own_code import find_function, in_words, parameters_of, refusal
 from tba_hpc.environments.chat import Call, Message, parse_calls
-from tba_hpc.tasks.fields import FieldArguments, Fields
+from tba_hpc.tasks.fields import BY_NAME, FieldArguments, Fields
 
 NO_TOOLS = ("reset", "get_reward", "step")
 """Public methods of an environment that are not tools."""
 
 STEP_RESULT = ("messages", "done", "reward")
 """Names of the three values that ``step`` returns."""
-
-BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 ERROR = "error:"
 """Beginning of the result of a failed call."""
@@ -75,7 +73,11 @@ class Contract:
         found = dict(inspect.getmembers(self.make, inspect.isfunction))
         if not inspect.isclass(self.make) or "reset" not in found:
             raise ConfigError(f"{self._key} is not an environment: give a class with a method reset()")
-        self._require_constructor()
+        if why := refusal(self.make):
+            raise ConfigError(
+                f"{self._key}: its constructor gets no arguments ({why}): give them defaults, and take "
+                "fields of the row in reset()"
+            )
         names = [name for name in found if not name.startswith("_") and name not in NO_TOOLS]
         self.tools: dict[str, TypeAdapter[Any]] = {}
         self.schemas: list[dict[str, Any]] = []
@@ -86,9 +88,7 @@ class Contract:
         self.has_step, self.has_reward = "step" in found, "get_reward" in found
         if not self.tools and not self.has_step:
             raise ConfigError(f"{self._key} offers the model nothing to do: give it a tool, or step()")
-        _, *parameters = inspect.signature(found["reset"]).parameters.values()
-        self._takes_seed = any(parameter.name == "seed" for parameter in parameters)
-        self.reset_arguments = FieldArguments(f"{self._key}: reset()", parameters, given=("seed",))
+        self.reset_arguments = FieldArguments(f"{self._key}: reset()", found["reset"], given=("seed",))
         self._prepare: Callable[[], None] = getattr(self.make, "prepare", lambda: None)
 
     def prepare(self) -> None:
@@ -100,22 +100,9 @@ class Contract:
         except (Exception, SystemExit) as error:
             raise ConfigError(f"{self._key}: prepare() raised {in_words(error)}: correct it") from error
 
-    def _require_constructor(self) -> None:
-        try:
-            inspect.signature(self.make).bind()
-        except ValueError:  # it is compiled, and has no signature
-            pass
-        except TypeError as error:
-            raise ConfigError(
-                f"{self._key}: its constructor gets no arguments ({error}): give them defaults, and take "
-                "fields of the row in reset()"
-            ) from None
-
     def _require_arguments_by_name(self, name: str) -> None:
         method = inspect.getattr_static(self.make, name)
-        parameters = (
-            [] if isinstance(method, staticmethod) else [*inspect.signature(method).parameters.values()]
-        )
+        parameters = [] if isinstance(method, staticmethod) else parameters_of(method)
         if not parameters or any(p.kind not in (*BY_NAME, p.VAR_KEYWORD) for p in parameters):
             raise ConfigError(
                 f"{self._key}: its tool {name} must be a method whose arguments can be given by name: give "
@@ -139,7 +126,7 @@ class Contract:
 
     def fields(self, row: Fields, seed: int) -> dict[str, object]:
         """Return the arguments of ``reset``: fields of the row, and ``seed`` unless the row has one."""
-        return ({"seed": seed} if self._takes_seed else {}) | self.reset_arguments.of(row)
+        return ({"seed": seed} if "seed" in self.reset_arguments.names else {}) | self.reset_arguments.of(row)
 
 
 def _parameters(tool: TypeAdapter[Any], method: Callable[..., Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ train.objective.options by name. It returns the loss of each completion, float [
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from tba_hpc.config import ConfigError
 from tba_hpc.config.variants import OwnObjective
-from tba_hpc.core.own_code import find_function
+from tba_hpc.core.own_code import find_function, refusal
 from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput
 
 
@@ -32,12 +31,10 @@ def own_objective(section: OwnObjective) -> Objective:
     """
     key = f"train.objective={section.name}"
     function = find_function(key, section.name)
-    try:
-        inspect.signature(function).bind(None, 1.0, **section.options)
-    except TypeError as error:
+    if why := refusal(function, None, 1.0, **section.options):
         raise ConfigError(
-            f"{key} cannot be called ({error}): let it take (groups, beta) and train.objective.options"
-        ) from None
+            f"{key} cannot be called ({why}): let it take (groups, beta) and train.objective.options"
+        )
     loss = partial(function, **section.options)
 
     def objective(groups: Groups, beta: float) -> ObjectiveOutput:

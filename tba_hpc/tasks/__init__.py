@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from tba_hpc.config import ConfigError, TaskSection
-from tba_hpc.core.own_code import import_own
+from tba_hpc.core.own_code import find_function, refusal
 from tba_hpc.core.ports import Serve, Task, Tokenizer
 from tba_hpc.core.task_contract import checked_prompts, with_defaults
 from tba_hpc.core.types import Resource
@@ -79,18 +79,23 @@ def make_task(
     task_class = with_defaults(_find(config.name), config.name)
     _check_options(config.options, task_class, config.name)
     given: dict[str, Any] = {"train_file": config.train_file, "test_file": config.test_file}
-    if "serve" in inspect.signature(task_class).parameters:
+    parameters = _parameters(task_class)
+    if "serve" in parameters:
         if serve is None:
             raise ConfigError(f"the task {config.name} queries a second model, which cannot be served here")
         given["serve"] = serve
-    if "reward" in _parameters(task_class):
+    if "reward" in parameters:
         given["reward"] = config.reward
     elif config.reward:
         raise ConfigError(
             f"task.reward would be ignored by the task {config.name}, which has its own: leave it out, or "
             "set task.name=jsonl"
         )
-    _check_constructor(config.name, task_class, tokenizer, **given, **config.options)
+    if why := refusal(task_class, tokenizer, **given, **config.options):
+        raise ConfigError(
+            f"the task {config.name} cannot be made ({why}): let its constructor take (self, tokenizer, *, "
+            "train_file=None, test_file=None) and its options"
+        )
     task: Task = task_class(tokenizer, **given, **config.options)
     if isinstance(task, Rows):
         task.room = room
@@ -114,13 +119,9 @@ def _find(name: str) -> type:
     """Return the class of a built-in task, or of the user's ``module:Class``. Raises ConfigError."""
     if name not in TASKS and ":" not in name:
         raise ConfigError(f"unknown task {name!r}: {did_you_mean(name, TASKS)}, or module:Class of your own")
-    module_name, _, class_name = TASKS.get(name, name).partition(":")
-    module = import_own(f"task.name={name}", module_name)
-    found = getattr(module, class_name, None)
+    found = find_function(f"task.name={name}", TASKS.get(name, name))
     if not inspect.isclass(found):
-        classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
-        hint = did_you_mean(class_name, classes)
-        raise ConfigError(f"task.name={name}: no class {class_name!r} there: {hint}")
+        raise ConfigError(f"task.name={name} is not a class: give one with the methods of ports.Task")
     return found
 
 
@@ -148,17 +149,6 @@ def _parameters(task_class: type) -> dict[str, inspect.Parameter]:
         if not any(p.kind is p.VAR_KEYWORD for p in own):
             break
     return found
-
-
-def _check_constructor(task: str, task_class: type, *arguments: object, **keywords: object) -> None:
-    """Raise ConfigError unless the constructor accepts these arguments."""
-    try:
-        inspect.signature(task_class).bind(*arguments, **keywords)
-    except TypeError as error:
-        raise ConfigError(
-            f"the task {task} cannot be made ({error}): let its constructor take (self, tokenizer, *, "
-            "train_file=None, test_file=None) and its options"
-        ) from None
 
 
 def _check_value(key: str, value: object, annotation: Any) -> None:

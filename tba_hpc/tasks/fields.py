@@ -8,13 +8,18 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from typing import Any
 
+from tba_hpc.core.own_code import parameters_of
 from tba_hpc.core.wording import did_you_mean
 
 Fields = Mapping[str, object]
 """A row of a data set."""
+
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+"""Kinds of parameters whose arguments can be given by name."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that the messages of a prompt may have."""
@@ -50,18 +55,19 @@ class LackingError(Unusable):
 class FieldArguments:
     """Arguments of a user's function that are fields of a row.
 
-    key: config key of the function, with its name. parameters: those of the function, without the first one.
-    given: names of arguments that it gets in any case. needs: names of the fields that every row must have.
+    key: config key of the function, with its name. given: names of arguments that it gets in any case. first:
+    name of its first argument, which is no field; empty if it has none. names: names of the others. needs:
+    names of the fields that every row must have.
     """
 
-    def __init__(
-        self, key: str, parameters: Sequence[inspect.Parameter], *, given: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, key: str, function: Callable[..., Any], *, given: Sequence[str] = ()) -> None:
         self._key = key
-        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        named = [parameter for parameter in parameters if parameter.kind in by_name]
-        self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        self._names = {parameter.name for parameter in named}
+        parameters = parameters_of(function)
+        others = parameters[1:]
+        named = [parameter for parameter in others if parameter.kind in BY_NAME]
+        self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in others)
+        self.first = parameters[0].name if parameters else ""
+        self.names = {parameter.name for parameter in named}
         self.needs = [each.name for each in named if each.default is each.empty and each.name not in given]
 
     def require(self, row: Fields) -> None:
@@ -73,7 +79,7 @@ class FieldArguments:
 
     def of(self, row: Fields) -> dict[str, object]:
         """Return copies of the fields that the function takes. It may change a list or an object."""
-        return {name: deepcopy(row[name]) for name in row if self._takes_all or name in self._names}
+        return {name: deepcopy(row[name]) for name in row if self._takes_all or name in self.names}
 
 
 def as_text(value: object) -> str:

@@ -14,7 +14,6 @@ the field if the argument has a default. ``**fields`` gets all other fields.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import re
@@ -101,21 +100,16 @@ class Function:
         """Import the function ``name``, ``module:function``. key: config key of the reward, for errors."""
         self.key = key
         self._call = find_function(key, name)
-        try:
-            parameters = list(inspect.signature(self._call).parameters.values())
-        except ValueError:
-            parameters = []
-        first = parameters[0].name if parameters else ""
+        self.arguments = FieldArguments(key, self._call)
+        first = self.arguments.first
         if first not in ("completion", "completions"):
-            of_trl = any(parameter.name == "completions" for parameter in parameters)
+            of_trl = "completions" in self.arguments.names
             around = "; docs/coming-from.md has the lines to put around a function of TRL" if of_trl else ""
             raise ConfigError(
                 f"{key} takes {first or 'nothing'} first: call its first argument completion, for one text, "
                 f"or completions, for a list of them{around}"
             )
         self._together = first == "completions"
-        self.arguments = FieldArguments(key, parameters[1:])
-        self._first = first
 
     def try_on(self, fields: Fields, seconds: float = math.inf) -> None:
         """Call the function once with a row and empty completions, in a thread, as the scorer does.
@@ -204,7 +198,7 @@ class Function:
 
     def _fields(self, row: Fields) -> Fields:
         """Return copies of the fields that the function takes, without one that its first argument hides."""
-        return {name: value for name, value in self.arguments.of(row).items() if name != self._first}
+        return {name: value for name, value in self.arguments.of(row).items() if name != self.arguments.first}
 
 
 CALL_REFUSED = re.compile(r"required (?:positional|keyword-only) argument|unexpected keyword argument")
