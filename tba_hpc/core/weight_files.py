@@ -11,6 +11,9 @@ import numpy as np
 
 SHARED_MEMORY = Path("/dev/shm")
 
+PAGE = 4096
+"""Bytes of a memory page."""
+
 Mode = Literal["r", "r+", "c"]
 """Mode of numpy.memmap: "c" is copy-on-write."""
 
@@ -89,3 +92,8 @@ class WeightFile:
 
     def __del__(self) -> None:
         os.close(self._descriptor)
+
+
+def fault_in(weights: np.ndarray) -> None:
+    """Load all pages of mapped weights, uint8 [nbytes], now, so that their next user does not wait."""
+    weights[::PAGE].max(initial=0)  # reads a byte of each page

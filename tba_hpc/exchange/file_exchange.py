@@ -49,7 +49,7 @@ from tba_hpc.config import ConfigError, is_elastic
 from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError, Write
 from tba_hpc.core.prompts import CompletedRequests, Progress
 from tba_hpc.core.types import LoraWeights, Publication, Shard, Split, WeightLayout, WeightUpdate
-from tba_hpc.core.weight_files import WeightFile
+from tba_hpc.core.weight_files import WeightFile, fault_in
 from tba_hpc.exchange.weight_changes import DeltaMemory, apply_changes
 from tba_hpc.run.files import (
     if_available,
@@ -86,9 +86,6 @@ PROGRESS = "progress"
 
 WEIGHTS, CHANGES = ".safetensors", ".changes"
 """Suffixes of files with whole weights and with changes."""
-
-PAGE = 4096
-"""Bytes of a memory page. Reading one byte of each page loads a whole mapped file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,7 +436,7 @@ class FileSearcherExchange:
             self._seen = entry.sequence
             return None
         self._seen, data = entry.sequence, file.map("r")
-        data[::PAGE].max(initial=0)  # read everything from disk now, or the engine would wait for it later
+        fault_in(data)  # here, so that the engine does not wait for the disk
         return WeightUpdate(entry.publication, layout, data, file)
 
     def _patched(self, entry: Entry) -> tuple[WeightLayout, WeightFile]:

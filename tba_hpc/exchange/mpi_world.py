@@ -36,7 +36,7 @@ from mpi4py import MPI
 from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
 from tba_hpc.core.types import Role, WeightLayout
-from tba_hpc.core.weight_files import SHARED_MEMORY, WeightFile
+from tba_hpc.core.weight_files import SHARED_MEMORY, WeightFile, fault_in
 from tba_hpc.core.wording import first_few, first_words
 from tba_hpc.run.directory import SEARCHERS_FIRST
 
@@ -63,9 +63,6 @@ BUCKETS_IN_FLIGHT, BUCKET_MB = 4, 64
 SETTLING_SECONDS = 0.5
 """Pause before the first message, s. Open MPI 5 may crash if a message reaches a rank on another node that is
 still in MPI_Init (open-mpi/ompi#12495)."""
-
-PAGE = 4096
-"""Bytes of a memory page."""
 
 HOSTNAME = np.dtype("S256")
 
@@ -364,7 +361,7 @@ class NodeMemory:
         self._maps = [file.map("r+") for file in self._files]
         self._crowded: float | None = None  # when readers began to delay new weights, monotonic clock
         for place in self._order if world.role == "trainer" else ():
-            self._maps[place][::PAGE].max(initial=0)  # take all page faults now, not while the trainer waits
+            fault_in(self._maps[place])  # here, not while the trainer waits
 
     def writable(self, sequence: int) -> np.ndarray:
         """Return this node's memory for the weights published as number ``sequence``, uint8 [layout.nbytes].
@@ -417,7 +414,7 @@ class NodeMemory:
         if spare_is_read or now - self._crowded < RELEASE_SECONDS or not self._gets_memory(spare):
             return False
         self._map_anew()
-        self._maps[spare][::PAGE].max(initial=0)
+        fault_in(self._maps[spare])
         self._order[sequence % 2], self._crowded = spare, None
         return True
 

@@ -31,6 +31,7 @@ import psutil
 from rich.console import Console
 
 from tba_hpc.config import Config
+from tba_hpc.core.weight_files import SHARED_MEMORY
 from tba_hpc.core.wording import count, first_words, without_fail
 from tba_hpc.launch import LaunchError, mpi_library
 from tba_hpc.report.status import LiveDisplay
@@ -65,8 +66,8 @@ ranks."""
 UNLOCKED_SECONDS = 3.0
 """Age from which an unlocked folder of MPI files counts as abandoned, s. A new one is locked at once."""
 
-SHARED_MEMORY, PRIVATE = Path("/dev/shm"), "tba-hpc-world-"
-"""Folder for the files of all MPI worlds, and prefix of the subfolder of each world."""
+PRIVATE = "tba-hpc-world-"
+"""Prefix of the folder in SHARED_MEMORY for the files of an MPI world."""
 
 RANK_MEMORY = 16 << 20
 """Bytes of shared memory that Open MPI requests at the start of each rank."""

@@ -34,6 +34,7 @@ from tba_hpc.run.files import (
     read_regular,
     write_atomic,
 )
+from tba_hpc.run.notes import rank_name
 
 FORMAT = 4
 """Version of the format on disk: the names of files, events, metrics and fields of records."""
@@ -353,7 +354,7 @@ class RunDir:
 
     def metrics_file(self, role: Role, rank: int = 0) -> Path:
         """Path of a rank's metrics, such as ``trainer.jsonl`` or ``searcher-0003.jsonl``."""
-        return self.metrics / ("trainer.jsonl" if role == "trainer" else f"searcher-{rank:04d}.jsonl")
+        return self.metrics / ("trainer.jsonl" if role == "trainer" else f"{rank_name(role, rank)}.jsonl")
 
     def searcher_files(self) -> dict[int, Path]:
         """Return the metrics file of each searcher that has one, by the searcher's index."""
@@ -362,7 +363,7 @@ class RunDir:
 
     def shard_folder(self, searcher: int) -> Path:
         """Folder where a searcher seals its shards."""
-        return self.shards / _folder_of(searcher)
+        return self.shards / rank_name("searcher", searcher)
 
     def shard_file(self, searcher: int, index: int) -> Path:
         """Path of a searcher's shard with this index."""
@@ -385,7 +386,7 @@ class RunDir:
 
     def kept_file(self, searcher: int, index: int) -> Path:
         """Path of a shard that is kept although no resume needs it."""
-        return self.kept / _folder_of(searcher) / f"{index:06d}.h5"
+        return self.kept / rank_name("searcher", searcher) / f"{index:06d}.h5"
 
     def kept_files(self) -> dict[ShardKey, Path]:
         """Return the files of all kept shards by (searcher, index), ascending."""
@@ -447,16 +448,12 @@ def _checksum(text: str) -> str:
     return blake3(text.encode()).hexdigest(length=8)
 
 
-def _folder_of(searcher: int) -> str:
-    return f"searcher-{searcher:04d}"
-
-
 def _shards_in(folder: Path, suffix: str) -> dict[ShardKey, Path]:
     """Return the shards in the searchers' folders below ``folder``, ascending."""
     return {
-        (searcher, index): folder / _folder_of(searcher) / f"{index:06d}{suffix}"
+        (searcher, index): folder / rank_name("searcher", searcher) / f"{index:06d}{suffix}"
         for searcher in _numbers(folder, "searcher-", "", digits=4)
-        for index in _numbers(folder / _folder_of(searcher), "", suffix, digits=6)
+        for index in _numbers(folder / rank_name("searcher", searcher), "", suffix, digits=6)
     }
 
 
