@@ -520,6 +520,29 @@ def test_a_family_is_trained_and_exported(family: str, tmp_path: Path) -> None:
     assert all(torch.equal(published[name], weight) for name, weight in policy.named_parameters())
 
 
+@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize("lora", [None, {"targets": ["q_proj"]}], ids=["whole", "adapter"])
+def test_an_export_holds_what_is_stored_but_no_parameter(
+    zero_stage: int, lora: object, tmp_path: Path
+) -> None:
+    """GLM's choice of experts depends on biases in float32 that no gradient changes."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
+    routes = {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    first = make_family_model(tmp_path / "model", "glm4_moe", num_key_value_heads=1, **experts, **routes)
+    stored = load_file(first / "model.safetensors")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    stored[bias] = torch.tensor([0.1, -0.2, 0.3, 0.0])
+    save_file(stored, first / "model.safetensors", {"format": "pt"})
+    config = make_config(first, ranks=1, dtype="bfloat16", zero_stage=zero_stage)
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"lora": lora and LoraSection(**lora)})}
+    )
+    done = run(tmp_path / "run", config, [("step", 1), ("export", "export")])
+    exported = load_file(done.folder / "export" / "model.safetensors")
+    assert exported.keys() == stored.keys()
+    assert torch.equal(exported[bias], stored[bias]) and exported[bias].dtype == torch.float32
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_experts_are_not_chosen_at_random(checkpointing: bool, tmp_path: Path) -> None:
     """As they are in this model in training mode, where it also adds noise to what it routes."""

@@ -53,6 +53,7 @@ from tba_hpc.learner.hf_model import (
     load_policy,
     load_tokenizer,
     require_one_vocabulary,
+    stored_buffers,
     use_tensor_cores,
 )
 from tba_hpc.learner.hf_reference import HfReference, load_reference
@@ -507,7 +508,7 @@ class DeepSpeedLearner:
         self._side.wait()
         if self._group.leads:
             with _replacing(folder) as temporary:
-                tensors = dict(tensors_in(whole, self._whole))
+                tensors = stored_buffers(self._policy) | dict(tensors_in(whole, self._whole))
                 if self._lora:
                     self._lora.save(tensors, temporary)
                 else:

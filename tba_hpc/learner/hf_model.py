@@ -248,11 +248,20 @@ def _compute_buffers_again(policy: PreTrainedModel, dtype: Dtype) -> None:
     """
     with init_empty_weights(include_buffers=False):
         exact = AutoModelForCausalLM.from_config(policy.config, dtype=TORCH_DTYPE[dtype])
-    read = policy.state_dict().keys()
+    read = stored_buffers(policy)
     for name, buffer in exact.named_buffers():
         if name not in read:
             ours = policy.get_buffer(name)
             ours.data = buffer.to(ours.device)
+
+
+def stored_buffers(policy: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the buffers that are in a model's files, by name, such as the biases by which it picks experts.
+
+    Training does not change them.
+    """
+    stored = policy.state_dict().keys()
+    return {name: buffer for name, buffer in policy.named_buffers() if name in stored}
 
 
 def stored_dtype(path: str) -> Dtype:

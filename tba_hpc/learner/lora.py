@@ -81,13 +81,14 @@ class Lora:
     def save(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
         """Write the model with the adapter merged, for ``from_pretrained``, and the adapter alone in FOLDER.
 
-        tensors: values of the parameters in ``adapter`` and ``base``, by name.
+        tensors: the parameters in ``adapter`` and ``base``, and the model's stored buffers, by name.
         """
         given = {name: tensors[name] for name in self.adapter}
         adapter = Adapter.of(given.items(), self.weights.scale)
         whole = {
-            name: adapter.merged(name, tensors[name]) if adapter.changes(name) else tensors[name]
-            for name in self.base
+            name: adapter.merged(name, tensor) if adapter.changes(name) else tensor
+            for name, tensor in tensors.items()
+            if name not in self.adapter
         }
         self._policy.save_pretrained(folder, state_dict=whole)
         (folder / FOLDER).mkdir()
