@@ -364,6 +364,16 @@ def test_rescaled_logits_are_refused() -> None:
         PolicyLogprobs(model)
 
 
+def test_layers_before_the_output_layer_are_refused() -> None:
+    """BERT's kind transforms hidden states there; the log-probabilities would lack that."""
+    size = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ends = dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"], 0)
+    config = AutoConfig.for_model("modernbert-decoder", **size, **ends)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=r"before its output layer \(lm_head\.dense\.weight, lm_head\.norm"):
+        PolicyLogprobs(model)
+
+
 def test_tokenizer_round_trip_and_export(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(make_random_model(tmp_path / "model", tied=False)))
     tokens = tokenizer.encode("3+4=7")

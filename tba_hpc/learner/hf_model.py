@@ -57,8 +57,9 @@ SAMPLE = "In 2023, x != 1050: don't stop. def f(a): return 10*a"
 RESCALED_LOGITS = (
     *("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap"),
     *("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"),
+    "logits_mup_width_multiplier",
 )
-"""Settings by which models change logits after the output layer. PolicyLogprobs supports none of them."""
+"""Settings by which models change logits around the output layer. PolicyLogprobs supports none of them."""
 
 
 ATTEND_ALONE = ("doge", "nemotron")
@@ -304,8 +305,8 @@ class PolicyLogprobs(nn.Module):
     The log-sum-exp is float32 for every dtype of the model.
 
     chunk_bytes: limit on the float32 logits in memory, bytes; None: CHUNK_BYTES of the device. fp32_head: do
-    not round logits to the model's dtype. Raises ConfigError for a model that changes logits after the output
-    layer (soft caps, scales).
+    not round logits to the model's dtype. Raises ConfigError for a model that changes logits around the
+    output layer (soft caps, scales), or has other layers before it.
     """
 
     def __init__(
@@ -545,11 +546,17 @@ def _require_plain_logits(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if rescaled:
         raise ConfigError(
-            f"{name} changes its logits after the output layer ({', '.join(rescaled)}), which training does "
+            f"{name} changes its logits around the output layer ({', '.join(rescaled)}), which training does "
             "not support: train a model that does not, such as Llama, Qwen, GPT-NeoX or GPT-2"
         )
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise ConfigError(
             f"{name} has no linear output layer: train a causal language model "
             "such as Llama, Qwen, GPT-NeoX or GPT-2"
+        )
+    known = {*model.base_model.parameters(), *model.get_output_embeddings().parameters()}
+    if others := [other for other, parameter in model.named_parameters() if parameter not in known]:
+        raise ConfigError(
+            f"{name} has other layers before its output layer ({first_few(others)}), which training does not "
+            "support: train a model that has none, such as Llama, Qwen, GPT-NeoX or GPT-2"
         )
