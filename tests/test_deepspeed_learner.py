@@ -566,6 +566,24 @@ def test_master_weights_keep_updates_below_a_bfloat16_ulp(runs: Runs, tmp_path: 
     assert done.losses()[-1] < 0.9 * done.losses()[0]
 
 
+@pytest.mark.parametrize("case", BF16, ids=str)
+def test_positions_turn_by_exact_frequencies_in_bfloat16(runs: Runs, case: Case, tmp_path: Path) -> None:
+    """DeepSpeed has cast buffers with the weights: frequencies would then be 0.4 % off."""
+    play(_require_exact_buffers, tmp_path, case.config(runs.model(case.tied)), ranks=case.ranks)
+
+
+def _require_exact_buffers(folder: Path, rank: int, config: Config) -> None:
+    learner = learner_of(folder, rank, config)
+    exact = dict(load_policy(config.model.path, "float32").named_buffers())
+    for name, buffer in learner._policy.named_buffers():
+        assert torch.equal(buffer, exact[name]) and buffer.dtype == torch.float32, name
+    assert exact and next(learner._policy.parameters()).dtype == torch.bfloat16
+    if rank == 0:
+        learner.close()
+    else:
+        learner.follow(None)
+
+
 def test_a_trainer_needs_little_memory(runs: Runs) -> None:
     assert runs.whole(ONE_RANK).peak_bytes(0) < 1.2e9
 
