@@ -23,7 +23,7 @@ from tba_hpc.core.types import (
 )
 from tba_hpc.learner import hf_reference
 from tba_hpc.learner.hf_model import load_policy
-from tba_hpc.learner.hf_reference import HfReference
+from tba_hpc.learner.hf_reference import HfReference, load_reference
 
 VOCABULARY = 128
 PLAIN = ModelSection(path="m")
@@ -138,13 +138,14 @@ def test_the_reference_stays_frozen(model: PreTrainedModel) -> None:
 
 
 def test_it_takes_no_gpu_memory_before_it_is_asked(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that is being built beside it would take that for its own. Here nobody has a GPU."""
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU: tools/gpu_acceptance.py measures its memory")
+    model.save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    reference = HfReference(model, PLAIN, policy_of=lambda _: model)
+    reference = HfReference(model, PLAIN, lambda _: tmp_path)
     reference.load(3)
     with pytest.raises((AssertionError, RuntimeError), match=r"not compiled with CUDA|no NVIDIA driver"):
         reference.logprobs_of([_group([5])])
@@ -154,11 +155,8 @@ def test_it_takes_no_gpu_memory_before_it_is_asked(
 def test_a_reset_reference_is_the_exported_policy(tied: bool, tmp_path: Path) -> None:
     """Bit by bit that of a reference which begins with it, in the memory of the one before."""
     old, new = (make_random_model(tmp_path / name, tied=tied, seed=i) for i, name in enumerate("ab"))
-    reset = HfReference(
-        load_policy(str(old), "float32"),
-        PLAIN,
-        policy_of=lambda step: load_policy(str({50: new}[step]), "float32"),
-    )
+    section = ModelSection(path=str(old), dtype="float32")
+    reset = load_reference(section, {50: new}.__getitem__)
     group, memory = _group([5, 30, 1]), reset.model.get_output_embeddings().weight.data_ptr()
     before = reset.logprobs_of([group])[0]
     reset.load(50)

@@ -29,9 +29,9 @@ from tba_hpc.config import ConfigError, LoraSection, ModelSection, parse_config
 from tba_hpc.core.types import Completion, Group, LoraWeights, Publication, WeightLayout, WeightUpdate
 from tba_hpc.engine.vllm_generator import VllmGenerator
 from tba_hpc.exchange.file_exchange import read_weights, safetensors_header
-from tba_hpc.learner.adapter import FOLDER, Adaptable, Adapter, identity, layers_of
+from tba_hpc.learner.adapter import Adaptable, Adapter, identity, layers_of
 from tba_hpc.learner.hf_model import load_policy
-from tba_hpc.learner.hf_reference import HfReference
+from tba_hpc.learner.hf_reference import HfReference, load_reference
 from tba_hpc.learner.lora import Lora
 
 pytestmark = pytest.mark.engine
@@ -209,11 +209,8 @@ def test_a_reference_scores_under_an_adapter_and_is_itself_again(folder: Path, t
         policy.requires_grad_(False)
     lora.save(first | {name: p.detach() for name, p in lora.base.items()}, tmp_path)
 
-    reference = HfReference(
-        load_policy(str(folder), "float32"),
-        PLAIN,
-        adapter_of=lambda step: Adapter.load(tmp_path / {5: FOLDER}[step]),
-    )
+    section = ModelSection(path=str(folder), dtype="float32", lora=LoraSection())
+    reference = load_reference(section, {5: tmp_path}.__getitem__)
     before = _flat(reference, texts)
     under = partial(reference.logprobs_under, update_of(second, lora, 1), texts)
     np.testing.assert_array_equal(

@@ -50,7 +50,7 @@ class HfBackend:
         """Load the model as the reference; see ports.Backend for ``folder_of``."""
         from tba_hpc.learner.hf_reference import load_reference
 
-        return load_reference(self.config, folder_of)
+        return load_reference(self.config.model, folder_of)
 
     def learner(
         self, *, rank: int, ranks: int, store: Path, folder_of: Callable[[int], Path]

@@ -186,7 +186,7 @@ class DeepSpeedLearner:
         if not train.trainer_has_reference or (self._lora and train.reference.name == "frozen"):
             return None
         assert references, "the trainer computes the reference's log-probabilities"
-        return load_reference(self._config, references)
+        return load_reference(self._config.model, references)
 
     # --- Methods of ports.Learner, called on the leader ---
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tba_hpc.config import Config, ModelSection
+from tba_hpc.config import ModelSection
 from tba_hpc.core.model_shapes import PASS_TOKENS
 from tba_hpc.core.packing import pack
 from tba_hpc.core.types import Completion, Group, Ragged, WeightUpdate
@@ -29,9 +29,9 @@ Key = tuple[int, bytes, bytes, bytes]
 class HfReference:
     """A Reference (``core.ports``) on a causal language model of transformers. Use it in one thread.
 
-    model: the initial policy. section: settings of log-probabilities. policy_of: loads the policy that was
-    exported at a given step; None: the reference never changes. adapter_of: with LoRA, loads the adapter that
-    was exported at a step, which is used instead of ``policy_of``.
+    model: the initial policy. section: settings of log-probabilities, and the dtype and adapter of exported
+    policies. folder_of: returns the folder of the policy that was exported at a given step; None: the
+    reference never changes.
 
     The model stays in host memory until log-probabilities are first needed, because an engine that is being
     built counts any GPU memory allocated meanwhile as its own.
@@ -41,13 +41,11 @@ class HfReference:
         self,
         model: PreTrainedModel,
         section: ModelSection,
-        *,
-        policy_of: Callable[[int], PreTrainedModel] | None = None,
-        adapter_of: Callable[[int], Adapter] | None = None,
+        folder_of: Callable[[int], Path] | None = None,
     ) -> None:
         self.step = 0
-        self._policy_of = policy_of
-        self._adapter_of = adapter_of
+        self._section = section
+        self._folder_of = folder_of
         self.model = model.eval().requires_grad_(False)
         self._adaptable = Adaptable(self.model)
         self._logprobs = PolicyLogprobs.of(self.model, section)
@@ -57,11 +55,12 @@ class HfReference:
 
         With LoRA, only attach the adapter exported at ``step``.
         """
-        if self._adapter_of is not None:
-            self._adaptable.attach(self._adapter_of(step))
+        assert self._folder_of is not None, "a frozen reference is never reset"
+        folder = self._folder_of(step)
+        if self._section.lora:
+            self._adaptable.attach(Adapter.load(folder / FOLDER))
         else:
-            assert self._policy_of is not None, "a frozen reference is never reset"
-            self.model.load_state_dict(self._policy_of(step).state_dict())
+            self.model.load_state_dict(load_policy(str(folder), self._section.dtype).state_dict())
         self.step = step
 
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
@@ -197,18 +196,6 @@ def _tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def load_reference(config: Config, folder_of: Callable[[int], Path]) -> HfReference:
-    """Load the initial reference of a run.
-
-    folder_of: returns the folder of the policy that was exported at a given step.
-    """
-
-    def adapter_of(step: int) -> Adapter:
-        return Adapter.load(folder_of(step) / FOLDER)
-
-    return HfReference(
-        load_policy(config.model.path, config.model.dtype),
-        config.model,
-        policy_of=lambda step: load_policy(str(folder_of(step)), config.model.dtype),
-        adapter_of=adapter_of if config.model.lora else None,
-    )
+def load_reference(section: ModelSection, folder_of: Callable[[int], Path]) -> HfReference:
+    """Load the initial reference of a run; see HfReference."""
+    return HfReference(load_policy(section.path, section.dtype), section, folder_of)
