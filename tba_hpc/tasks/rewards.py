@@ -19,7 +19,6 @@ import math
 import re
 import reprlib
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import groupby
 from types import FrameType
@@ -27,6 +26,7 @@ from typing import Any
 
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.core.own_code import IN_TIME, OF_A_FILE, find_function, in_words, raised_at, where_is
+from tba_hpc.run.background import Worker
 from tba_hpc.tasks.fields import FieldArguments, Fields
 from tba_hpc.tasks.judge import Judge
 from tba_hpc.tasks.program import Program
@@ -211,7 +211,7 @@ def _tried(call: Callable[[], object], seconds: float) -> tuple[BaseException | 
     Returns the exception that it raised, or None; whether it tried to handle signals, even if it caught the
     error; and the line that it is executing, which is empty if the call has returned.
     """
-    raised, signals = list[BaseException](), list[object]()
+    signals = list[object]()
 
     def watch(frame: FrameType, event: str, called: Any) -> None:
         if event == "c_exception" and (called.__module__, called.__name__) == ("_signal", "signal"):
@@ -219,13 +219,11 @@ def _tried(call: Callable[[], object], seconds: float) -> tuple[BaseException | 
 
     def work() -> None:
         sys.setprofile(watch)  # for this thread alone
-        try:
-            call()
-        except BaseException as error:  # a user's code may raise anything
-            raised.append(error)
+        call()
 
-    thread = threading.Thread(target=work, name="trial", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    where = where_is(thread.ident or 0)[0] if thread.is_alive() else ""
-    return (raised[0] if raised else None), bool(signals), where
+    worker = Worker("trial")
+    trial = worker.submit(work)
+    worker.close(seconds)
+    if not trial.done():
+        return None, bool(signals), where_is(worker.ident)[0]
+    return trial.exception(), bool(signals), ""
