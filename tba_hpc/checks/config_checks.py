@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +16,7 @@ from tba_hpc.checks.facts import Facts, Finding, Level, login_python, ok, proble
 from tba_hpc.checks.resources import missing, missing_sentence, resources
 from tba_hpc.config import Config, ConfigError, TrainSection, dump_config, is_local
 from tba_hpc.config.variants import Unbounded
-from tba_hpc.core.hub_files import find_file, hub_cache, is_offline
+from tba_hpc.core.hub_files import find_file, hub_cache, refused_by_hub
 from tba_hpc.core.own_code import is_own
 from tba_hpc.core.tuned import beyond_tuned
 from tba_hpc.core.wording import did_you_mean
@@ -32,12 +32,6 @@ MADE_BY = {
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of a model's setting of how many experts a layer has."""
-
-HUB_SECONDS = 10.0
-"""Timeout of the request to the hub, s."""
-
-LONGEST_REASON = 120
-"""Largest number of characters shown of an error of the hub's client."""
 
 
 def check_files(facts: Facts) -> Iterator[Finding]:
@@ -144,25 +138,10 @@ def check_hub(facts: Facts) -> Iterator[Finding]:
     name = facts.config.model.path if facts.config else ""
     if not name or is_own(name) or is_local(name) or find_file(name, "config.json", facts.environment):
         return
-    if reason := _refused_by_hub(name, facts.environment):
+    if reason := refused_by_hub(name, facts.environment):
         found = f"model.path={name} is not in {hub_cache(facts.environment)}, and {reason}"
         remedy = "check the name and the network, or give the folder of a model that is here"
         yield problem("model", found, remedy)
-
-
-def _refused_by_hub(model: str, environment: Mapping[str, str]) -> str:
-    """Ask the hub once for a model's config.json; return why it cannot be had, or an empty string."""
-    if is_offline(environment):
-        return "HF_HUB_OFFLINE=1 forbids a download"
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url  # slow to import
-
-    try:
-        url = hf_hub_url(model, "config.json", endpoint=environment.get("HF_ENDPOINT"))
-        get_hf_file_metadata(url, timeout=HUB_SECONDS)
-    except Exception as error:  # the hub's client raises many kinds
-        said = " ".join(str(error).split())[:LONGEST_REASON]
-        return f"the hub did not give its config.json ({type(error).__name__}: {said})"
-    return ""
 
 
 def check_rate(facts: Facts) -> Iterator[Finding]:

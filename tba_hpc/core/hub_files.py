@@ -1,6 +1,6 @@
 """Finds a model's files on this machine: in its folder, or where the Hugging Face libraries keep downloads.
 
-It imports none of these libraries, which would take long.
+It imports one of them only to ask the hub, since that takes long.
 """
 
 from __future__ import annotations
@@ -10,6 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tba_hpc.config import is_local
+
+HUB_SECONDS = 10.0
+"""Timeout of the request to the hub, s."""
+
+LONGEST_REASON = 120
+"""Largest number of characters shown of an error of the hub's client."""
 
 
 def find_file(model: str, name: str, environment: Mapping[str, str]) -> Path | None:
@@ -32,6 +38,21 @@ def _snapshot(name: str, environment: Mapping[str, str]) -> Path | None:
 def is_offline(environment: Mapping[str, str]) -> bool:
     """Return whether the environment forbids the Hugging Face libraries to access the hub."""
     return environment.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def refused_by_hub(model: str, environment: Mapping[str, str]) -> str:
+    """Ask the hub once for a model's config.json; return why it cannot be had, or an empty string."""
+    if is_offline(environment):
+        return "HF_HUB_OFFLINE=1 forbids a download"
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url  # slow to import
+
+    try:
+        url = hf_hub_url(model, "config.json", endpoint=environment.get("HF_ENDPOINT"))
+        get_hf_file_metadata(url, timeout=HUB_SECONDS)
+    except Exception as error:  # the hub's client raises many kinds
+        said = " ".join(str(error).split())[:LONGEST_REASON]
+        return f"the hub did not give its config.json ({type(error).__name__}: {said})"
+    return ""
 
 
 def hub_home(environment: Mapping[str, str]) -> Path:

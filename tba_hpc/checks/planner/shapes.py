@@ -14,7 +14,7 @@ from typing import Any
 
 from tba_hpc.config import ConfigError, LoraSection, is_local
 from tba_hpc.config.plain_yaml import read_yaml
-from tba_hpc.core.hub_files import find_file, hub_cache
+from tba_hpc.core.hub_files import find_file, hub_cache, refused_by_hub
 from tba_hpc.core.model_shapes import Shape, shape_of
 
 KNOWN = Path(__file__).with_name("known_models.yaml")
@@ -64,18 +64,12 @@ def _fields(path: str, key: str) -> dict[str, Any]:
 
 def _downloaded(path: str, key: str) -> Path:
     """Download the config.json of a model on the hub; return its path. Raises ConfigError if that fails."""
-    reason = "no such file"
-    if not is_local(path):
-        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    # Asked first, because without a network hf_hub_download would retry for half a minute.
+    reason = "no such file" if is_local(path) else refused_by_hub(path, os.environ)
+    if not reason:
+        from huggingface_hub import hf_hub_download
 
-        try:
-            # Without a network this line fails at once; hf_hub_download would retry for half a minute.
-            get_hf_file_metadata(hf_hub_url(path, "config.json"))
-            return Path(hf_hub_download(path, "config.json", cache_dir=hub_cache(os.environ)))
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-        except Exception as error:  # from the hub's HTTP library
-            reason = f"the hub cannot be reached: {error}"
+        return Path(hf_hub_download(path, "config.json", cache_dir=hub_cache(os.environ)))
     fetch = "" if is_local(path) else f", or type 'hf download {path} config.json' where there is a network"
     raise ConfigError(
         f"{key}={path} has no config.json that can be read ({reason}): give a model's folder{fetch}"
