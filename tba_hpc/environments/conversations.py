@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -76,14 +76,27 @@ class OpenGroup:
         return Group(self.request, completions, self.versions)
 
 
+class Part(NamedTuple):
+    """Tokens that an episode got together: a turn, or what the environment gave.
+
+    sequence: index of the sequence to which they belong. tokens: int32 [T]. logprobs: float32 [T]. top:
+    TOP_LOGPROBS [T, C].
+    """
+
+    sequence: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    top: np.ndarray
+
+
 @dataclass(slots=True, eq=False)
 class Episode:
     """A conversation in progress, which becomes one completion of a group.
 
     place: index of that completion in the group. session: a contract.Session or an agent.ProgramSession.
     prompt: the prompt, including what the session added. sequence: index of the sequence to which the next
-    tokens belong; only sequence 0 follows the prompt. tokens: the conversation after the prompt in parts,
-    int32, in order of arrival. sequences, logprobs, top_logprobs: sequence index and values of each part.
+    tokens belong; only sequence 0 follows the prompt. parts: the conversation after the prompt, in order of
+    arrival.
     """
 
     group: OpenGroup
@@ -92,22 +105,18 @@ class Episode:
     prompt: Prompt
     sequence: int = 0
     messages: list[Message] = field(default_factory=list)
-    sequences: list[int] = field(default_factory=list)
-    tokens: list[np.ndarray] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    top_logprobs: list[np.ndarray] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     turns: int = 0
 
     @property
     def length(self) -> int:
         """Number of tokens after the prompt."""
-        return sum(map(len, self.tokens))
+        return sum(len(part.tokens) for part in self.parts)
 
     @property
     def context(self) -> list[np.ndarray]:
         """Tokens of the current sequence so far, in parts. Sequence 0 begins with the prompt."""
-        parts = zip(self.tokens, self.sequences, strict=True)
-        own = [tokens for tokens, sequence in parts if sequence == self.sequence]
+        own = [part.tokens for part in self.parts if part.sequence == self.sequence]
         return own if self.sequence else [self.prompt.tokens, *own]
 
     def add(
@@ -122,11 +131,10 @@ class Episode:
         if logprobs is None:
             logprobs = np.full(len(tokens), np.nan, np.float32)
             logprobs[:1] = np.nan if self.context else BEGIN
-        self.tokens.append(tokens)
-        self.logprobs.append(logprobs)
-        self.sequences.append(self.sequence)
-        likeliest = self.top_logprobs[0].shape[1] if self.top_logprobs else 0
-        self.top_logprobs.append(np.zeros((len(tokens), likeliest), TOP_LOGPROBS) if top is None else top)
+        if top is None:
+            likeliest = self.parts[0].top.shape[1] if self.parts else 0
+            top = np.zeros((len(tokens), likeliest), TOP_LOGPROBS)
+        self.parts.append(Part(self.sequence, tokens, logprobs, top))
 
 
 class Conversations:
@@ -298,9 +306,8 @@ class Conversations:
     ) -> None:
         """Complete an episode, and its group if this was the last episode."""
         group = episode.group
-        in_order = np.argsort(episode.sequences, kind="stable").tolist()
-        parts = episode.tokens, episode.logprobs, episode.top_logprobs
-        tokens, logprobs, top = (np.concatenate([part[place] for place in in_order]) for part in parts)
+        _, *values = zip(*sorted(episode.parts, key=attrgetter("sequence")), strict=True)
+        tokens, logprobs, top = map(np.concatenate, values)
         group.completions[episode.place] = Completion(
             tokens,
             logprobs,
@@ -309,7 +316,7 @@ class Conversations:
             calls=episode.session.calls,
             failed_calls=episode.session.failed_calls,
             top_logprobs=top,
-            last_turn=episode.tokens[-1],
+            last_turn=episode.parts[-1].tokens,
             fault=fault,
         )
         self._open -= 1
@@ -325,7 +332,7 @@ class Conversations:
             return
         prompt = f"{episode.group.request.split} prompt {episode.prompt.id}"
         self._failures.note(f"the {self.partner} of {prompt} failed in turn {episode.turns}", error)
-        if not episode.tokens:  # a completion needs at least one token
+        if not episode.parts:  # a completion needs at least one token
             end = np.array([self._chat.eos_token_id], np.int32)
             episode.add(end, np.zeros(1, np.float32))
             episode.group.versions[episode.place] = self._loaded  # assigns it to the right evaluation
