@@ -26,7 +26,7 @@ from test_hdf5_shards import scored
 from tba_hpc.config import FIRST_ELASTIC, Config, ConfigError, is_elastic, parse_config
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.ports import ExchangeError
-from tba_hpc.core.prompts import CompletedRequests, Progress, PromptOrder
+from tba_hpc.core.prompts import CompletedRequests, Progress
 from tba_hpc.core.types import Group, Publication, Shard, Split, WeightLayout, WeightUpdate
 from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.exchange.file_exchange import ElasticSearcherExchange, FileSearcherExchange, FileTrainerExchange
@@ -257,7 +257,7 @@ class Holder:
         """Ask for the requests of the place, as the run now has it."""
         launch = config.launch
         place = launch.place_of(self.searcher)
-        self.stream = PromptOrder(0, 7).request_ids(place, launch.places, self.known)
+        self.stream = self.known.others(place, launch.places)
 
     def work(self, random: np.random.Generator) -> None:
         """Issue some, finish some of those, seal what is finished; refused where another has sealed."""
@@ -348,7 +348,7 @@ def test_requests_are_answered_once_over_any_history(seed: int, tmp_path: Path) 
     rest = [
         request_id
         for place in range(config.launch.places)
-        for request_id in islice(PromptOrder(0, 7).request_ids(place, config.launch.places, completed), 300)
+        for request_id in islice(completed.others(place, config.launch.places), 300)
     ]
     assert set(range(300)) <= set(answered) | set(rest) and not set(answered) & set(rest), "skipped"
 

@@ -2,21 +2,21 @@
 
 import itertools
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
 
-from tba_hpc.core.prompts import CompletedRequests, PromptOrder
+from tba_hpc.core.prompts import CompletedRequests, prompt_of
 
 
 def test_every_epoch_is_a_permutation_and_no_two_are_alike() -> None:
-    order = PromptOrder(seed=3, n_prompts=50)
-    epochs = [tuple(order.prompt_of(50 * epoch + place) for place in range(50)) for epoch in range(4)]
+    order = partial(prompt_of, seed=3, prompts=50)
+    epochs = [tuple(order(50 * epoch + place) for place in range(50)) for epoch in range(4)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert len(set(epochs)) == 4
-    assert [order.prompt_of(p) for p in (120, 3, 120)] == [epochs[2][20], epochs[0][3], epochs[2][20]]
-    other = PromptOrder(seed=4, n_prompts=50)
-    assert tuple(other.prompt_of(place) for place in range(50)) != epochs[0]
+    assert [order(p) for p in (120, 3, 120)] == [epochs[2][20], epochs[0][3], epochs[2][20]]
+    assert tuple(prompt_of(place, seed=4, prompts=50) for place in range(50)) != epochs[0]
 
 
 def test_completed_requests_are_a_set() -> None:
@@ -37,7 +37,6 @@ def test_completed_requests_are_a_set() -> None:
 def test_resumes_with_any_number_of_searchers_issue_every_request_once(seed: int) -> None:
     """Attempts that stop anywhere: groups finish out of order, some are sealed, the rest is lost."""
     random = np.random.default_rng(seed)
-    order = PromptOrder(seed, n_prompts=30)
     completed = CompletedRequests()
     sealed: Counter[int] = Counter()
     for _ in range(8):
@@ -45,7 +44,7 @@ def test_resumes_with_any_number_of_searchers_issue_every_request_once(seed: int
         searchers = int(random.integers(1, 7))
         shards = []
         for searcher in range(searchers):
-            issued = order.request_ids(searcher, searchers, completed)
+            issued = completed.others(searcher, searchers)
             mine = list(itertools.islice(issued, int(random.integers(0, 25))))
             assert all(request_id % searchers == searcher for request_id in mine)
             finished = random.permutation(mine)[: int(random.integers(0, len(mine) + 1))].astype(np.int64)
@@ -58,9 +57,9 @@ def test_resumes_with_any_number_of_searchers_issue_every_request_once(seed: int
 
     bound = max(sealed, default=0) + 31  # a last attempt that is not disturbed fills every gap
     for searcher in range(3):
-        below = itertools.takewhile(lambda p: p < bound, order.request_ids(searcher, 3, completed))
+        below = itertools.takewhile(lambda p: p < bound, completed.others(searcher, 3))
         sealed.update(below)
     assert sealed == Counter(range(bound))
     whole_epochs = bound // 30
-    prompts = Counter(order.prompt_of(request_id) for request_id in range(30 * whole_epochs))
+    prompts = Counter(prompt_of(request_id, seed=seed, prompts=30) for request_id in range(30 * whole_epochs))
     assert set(prompts.values()) == {whole_epochs}

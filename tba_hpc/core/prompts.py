@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -72,6 +73,15 @@ class CompletedRequests:
         found[known] = self._done[request_ids[known] // 8] & _bit(request_ids[known])
         return found
 
+    def others(self, place: int, places: int) -> Iterator[int]:
+        """Yield the ids ≡ ``place`` (mod ``places``) of all other requests, ascending, without end.
+
+        A searcher issues the requests of its place. As a rule no other searcher has that place, so no request
+        is issued twice in an attempt. The next searcher with this place issues uncompleted requests again. So
+        do the searchers after a resume, which may have another number of places.
+        """
+        return (request_id for request_id in itertools.count(place, places) if request_id not in self)
+
 
 def _bit(request_ids: np.ndarray) -> np.ndarray:
     """Return the bit of each request in its byte, uint8, in the order of ``np.packbits``."""
@@ -99,33 +109,18 @@ class Progress:
         return cls(CompletedRequests.from_array(np.frombuffer(bitmap, np.uint8)), cursors)
 
 
-class PromptOrder:
-    """Order in which requests take prompts: a new permutation in each epoch, drawn from (seed, epoch)."""
+def prompt_of(request_id: int, *, seed: int, prompts: int) -> int:
+    """Return the id of a request's prompt. Each epoch takes all prompts in an order drawn from (seed, epoch).
 
-    def __init__(self, seed: int, n_prompts: int) -> None:
-        self._seed = seed
-        self._n_prompts = n_prompts
-        self._epoch = -1
-        self._permutation = np.empty(0, np.int64)
+    prompts: number of training prompts.
+    """
+    epoch, place = divmod(request_id, prompts)
+    return int(_permutation(seed, prompts, epoch)[place])
 
-    def prompt_of(self, request_id: int) -> int:
-        """Return the id of a request's prompt."""
-        epoch, place = divmod(request_id, self._n_prompts)
-        if epoch != self._epoch:
-            self._epoch = epoch
-            random = np.random.default_rng([self._seed, _PROMPT_ORDER, epoch])
-            self._permutation = random.permutation(self._n_prompts)
-        return int(self._permutation[place])
 
-    def request_ids(self, place: int, places: int, completed: CompletedRequests) -> Iterator[int]:
-        """Yield the ids ≡ ``place`` (mod ``places``) of requests not yet completed, ascending, without end.
-
-        A searcher issues the requests of its place. As a rule no other searcher has that place, so no request
-        is issued twice in an attempt. The next searcher with this place issues uncompleted requests again. So
-        do the searchers after a resume, which may have another number of places.
-        """
-        mine = itertools.count(place, places)
-        return (request_id for request_id in mine if request_id not in completed)
+@functools.lru_cache(maxsize=8)
+def _permutation(seed: int, prompts: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, _PROMPT_ORDER, epoch]).permutation(prompts)
 
 
 def training_requests(
@@ -136,10 +131,9 @@ def training_requests(
     searcher: its number in the run.
     """
     prompts = task.prompts("train")
-    order = PromptOrder(config.run.seed, len(prompts))
     section = config.generator
     place = config.launch.place_of(searcher)
-    for request_id in order.request_ids(place, config.launch.places, completed):
+    for request_id in completed.others(place, config.launch.places):
         temperature = _temperature(config, request_id)
         sampling = Sampling(
             temperature,
@@ -148,7 +142,7 @@ def training_requests(
             section.min_tokens,
             top_logprobs=config.train.score_centering,
         )
-        prompt = prompts[order.prompt_of(request_id)]
+        prompt = prompts[prompt_of(request_id, seed=config.run.seed, prompts=len(prompts))]
         yield Request(prompt, request_id, section.completions_per_prompt, sampling)
 
 

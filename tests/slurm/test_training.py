@@ -21,7 +21,7 @@ from slurm_testbed.cluster import Cluster
 from slurm_testbed.faults import held_leader, preempt
 
 from tba_hpc.config import Config, differences, dump_config, load_config
-from tba_hpc.core.prompts import PromptOrder
+from tba_hpc.core.prompts import prompt_of
 from tba_hpc.exchange.hdf5_shards import read_shard
 from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import PER_START, RunDir
@@ -182,12 +182,14 @@ def assert_trained_as_planned(run: RunDir, steps: int = STEPS) -> None:
     """All that does not hang on timing is what the config says: steps, rates, prompts, evaluations."""
     keys = differences(run.config(), load_config(CONFIG, [*SETTINGS, f"train.steps={steps}"]))
     assert all(key.startswith((*PER_START, "run.notify")) for key in keys), keys
-    train, order = run.config().train, PromptOrder(run.config().run.seed, Table().prompts)
+    train, seed = run.config().train, run.config().run.seed
     rates = [train.learning_rate.peak * (1 - done / steps) for done in range(steps)]
     planned = [(done + 1, rate, train.beta[0][1]) for done, rate in enumerate(rates)]
     np.testing.assert_allclose(schedule(run), planned, rtol=1e-12)
     asked = prompts(run)
-    assert asked and asked == {request: order.prompt_of(request) for request in asked}
+    assert asked and asked == {
+        request: prompt_of(request, seed=seed, prompts=Table().prompts) for request in asked
+    }
     assert held_out(run) == {"test-step-000000": 4, f"test-step-{steps:06}": 4}
 
 

@@ -22,7 +22,7 @@ from tba_hpc.core import schedules
 from tba_hpc.core.batch import staleness
 from tba_hpc.core.buffer import ReplayBuffer, soft_values
 from tba_hpc.core.ports import Task
-from tba_hpc.core.prompts import CompletedRequests, PromptOrder
+from tba_hpc.core.prompts import CompletedRequests, prompt_of
 from tba_hpc.core.types import (
     BEHAVIOUR,
     LIVE_RECORD,
@@ -137,9 +137,8 @@ class Lockstep:
             else Queue(value_beta=beta)
         )
         self._task, self._reference = TabularTask(setup.table), TabularReference(setup.table)
-        order = PromptOrder(setup.seed, setup.table.prompts)
         self._searchers = [
-            (TabularGenerator(setup.table, seed=setup.seed + 1000 * s), self._requests(order, s))
+            (TabularGenerator(setup.table, seed=setup.seed + 1000 * s), self._requests(s))
             for s in range(setup.searchers)
         ]
         self._generated = 0
@@ -188,12 +187,13 @@ class Lockstep:
             self._found.add((int(found.record["prompt_id"][row]), found.completions.row(row).tobytes()))
         self._data.merge(found, step)
 
-    def _requests(self, order: PromptOrder, searcher: int) -> Iterator[Request]:
+    def _requests(self, searcher: int) -> Iterator[Request]:
         prompts = self._task.prompts("train")
         top = self._setup.train.score_centering
         sampling = Sampling(1.0, 1.0, self._setup.table.length, top_logprobs=top)
-        for request_id in order.request_ids(searcher, self._setup.searchers, CompletedRequests()):
-            yield Request(prompts[order.prompt_of(request_id)], request_id, self._setup.completions, sampling)
+        for request_id in CompletedRequests().others(searcher, self._setup.searchers):
+            prompt = prompts[prompt_of(request_id, seed=self._setup.seed, prompts=len(prompts))]
+            yield Request(prompt, request_id, self._setup.completions, sampling)
 
 
 class Queue:
