@@ -37,7 +37,7 @@ from tba_hpc.run.checkpoints import (
     read_state,
 )
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.files import DiskFullError
+from tba_hpc.run.files import DiskFullError, replacing
 from tba_hpc.run.inventory import READ_BYTES, SummedFile, inventory
 from tba_hpc.run.memory import free_memory, oom_kills
 from tba_hpc.run.metrics import number, read_metrics
@@ -138,6 +138,35 @@ def test_a_kill_before_any_change_of_the_disk_leaves_the_checkpoint_before(
             break
         assert code == -signal.SIGKILL
     assert newest == sorted(newest) and set(newest) == {6, 9} and len(newest) > 25
+
+
+def test_a_kill_at_any_moment_of_a_replacement_leaves_no_obstacle(tmp_path: Path) -> None:
+    """Whole as before or as after, or to be made again; and the next replacement leaves itself alone."""
+    folder, seen = tmp_path / "export", set()
+    for nth in range(1, 100):
+        _replace(folder, b"old")
+        code = in_a_process(_replace_and_die, folder, nth)
+        if folder.exists():
+            content = {path.name: path.read_bytes() for path in folder.iterdir()}
+            assert content in ({"a": b"old", "b": b"old"}, {"a": b"new", "b": b"new"})
+            seen.add(content["a"])
+        _replace(folder, b"next")
+        assert {path.read_bytes() for path in folder.iterdir()} == {b"next"}
+        assert [path.name for path in tmp_path.iterdir()] == ["export"]
+        if code == 0:
+            break
+    assert seen == {b"old", b"new"} and nth > 10
+
+
+def _replace_and_die(folder: Path, nth: int) -> None:
+    Killer(folder.parent, nth)
+    _replace(folder, b"new")
+
+
+def _replace(folder: Path, data: bytes) -> None:
+    with replacing(folder) as temporary:
+        for name in ("a", "b"):
+            (temporary / name).write_bytes(data)
 
 
 @pytest.mark.nightly

@@ -25,7 +25,7 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_optimizer_state
-from killer import Killer, in_a_process
+from killer import Killer
 from learner_worker import (
     BETA,
     GROUP_SIZE,
@@ -55,10 +55,7 @@ from tba_hpc.core.types import BEGIN, TOP_LOGPROBS, TrajectoryBatch
 from tba_hpc.exchange.hdf5_shards import write_arrays
 from tba_hpc.learner import deepspeed_learner
 from tba_hpc.learner.adapter import FOLDER, Adaptable, Adapter, layers_of
-from tba_hpc.learner.deepspeed_learner import (
-    _replacing,
-    _Work,
-)
+from tba_hpc.learner.deepspeed_learner import _Work
 from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, load_tokenizer
 from tba_hpc.learner.lora import Lora
 from tba_hpc.learner.trainer_group import Command, TrainerGroup
@@ -743,38 +740,6 @@ def _checkpoint_and_die(folder: Path, rank: int, config: Config, path: Path, kil
         learner.step(make_batch(step), learning_rate=LEARNING_RATE, beta=BETA)
     saved.result(60)
     del killer
-
-
-# --- A folder that takes the place of another ---
-
-
-def test_a_kill_at_any_moment_of_a_replacement_leaves_no_obstacle(tmp_path: Path) -> None:
-    """Whole as before or as after, or to be made again; and the next replacement leaves itself alone."""
-    folder, seen = tmp_path / "export", set()
-    for nth in range(1, 100):
-        _replace(folder, b"old")
-        code = in_a_process(_replace_and_die, folder, nth)
-        if folder.exists():
-            content = {path.name: path.read_bytes() for path in folder.iterdir()}
-            assert content in ({"a": b"old", "b": b"old"}, {"a": b"new", "b": b"new"})
-            seen.add(content["a"])
-        _replace(folder, b"next")
-        assert {path.read_bytes() for path in folder.iterdir()} == {b"next"}
-        assert [path.name for path in tmp_path.iterdir()] == ["export"]
-        if code == 0:
-            break
-    assert seen == {b"old", b"new"} and nth > 10
-
-
-def _replace_and_die(folder: Path, nth: int) -> None:
-    Killer(folder.parent, nth)
-    _replace(folder, b"new")
-
-
-def _replace(folder: Path, data: bytes) -> None:
-    with _replacing(folder) as temporary:
-        for name in ("a", "b"):
-            (temporary / name).write_bytes(data)
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:

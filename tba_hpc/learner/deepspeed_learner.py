@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -66,7 +65,7 @@ from tba_hpc.learner.upload import upload
 from tba_hpc.objectives import Groups, ObjectiveOutput, RecordedGroups, figures, make_objective
 from tba_hpc.run.background import at_once, in_background
 from tba_hpc.run.checkpoints import StateError
-from tba_hpc.run.files import DiskFullError, fsync, is_disk_full, make_durable, write_atomic
+from tba_hpc.run.files import DiskFullError, is_disk_full, replacing, write_atomic
 from tba_hpc.run.inventory import SummedFile
 from tba_hpc.run.stacks import stacks_if_late
 
@@ -507,7 +506,7 @@ class DeepSpeedLearner:
         self._copy(self._whole, slots, whole)
         self._side.wait()
         if self._group.leads:
-            with _replacing(folder) as temporary:
+            with replacing(folder) as temporary:
                 tensors = stored_buffers(self._policy) | dict(tensors_in(whole, self._whole))
                 if self._lora:
                     self._lora.save(tensors, temporary)
@@ -710,26 +709,3 @@ def convert() -> None:
 
     with only_data(Path(sys.argv[sys.argv.index("--input_folder") + 1]), PLAIN_DATA):
         ds_to_universal.main(ds_to_universal.parse_arguments())
-
-
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that atomically and durably replaces ``folder`` when the block ends.
-
-    Leftovers of killed processes are deleted first. Names are unique, because on NFS the deletion of a folder
-    may fail while a file in it is still open somewhere.
-    """
-    for left in folder.parent.glob(f".{folder.name}.*tmp"):
-        shutil.rmtree(left, ignore_errors=True)
-    unique = secrets.token_hex(4)
-    temporary = folder.with_name(f".{folder.name}.{unique}.tmp")
-    old = folder.with_name(f".{folder.name}.{unique}.old.tmp")
-    temporary.mkdir(parents=True)
-    yield temporary
-    make_durable(temporary)
-    fsync(temporary)
-    if folder.exists():
-        folder.rename(old)
-    temporary.rename(folder)
-    fsync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)

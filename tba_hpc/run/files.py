@@ -1,4 +1,4 @@
-"""Writes files atomically and durably, retries while a disk is full or unreachable, and parses JSON lines."""
+"""Writes files and folders atomically and durably, retries if a disk is full or away, parses JSON lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -103,6 +104,29 @@ def _name_once(temporary: Path, path: Path) -> None:
     except FileExistsError:
         if temporary.stat().st_nlink != 2:  # with 2 the link was made, but NFS sent the request twice
             raise
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that atomically and durably replaces ``folder`` when the block ends.
+
+    Leftovers of killed processes are deleted first. Names are unique, because on NFS the deletion of a folder
+    may fail while a file in it is still open somewhere.
+    """
+    for left in folder.parent.glob(f".{folder.name}.*tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+    unique = secrets.token_hex(4)
+    temporary = folder.with_name(f".{folder.name}.{unique}.tmp")
+    old = folder.with_name(f".{folder.name}.{unique}.old.tmp")
+    temporary.mkdir(parents=True)
+    yield temporary
+    make_durable(temporary)
+    fsync(temporary)
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    fsync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def make_folder(path: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from tba_hpc.config import Config, shipped
 from tba_hpc.core.own_code import is_own
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.files import remove
+from tba_hpc.run.files import replacing
 
 LARGEST_FILE = 64 << 20
 """Size in bytes above which a file that the code names is not copied."""
@@ -76,12 +76,8 @@ def keep(run: RunDir, config: Config, beside: Path) -> None:
             "old code; to start afresh choose another run.name",
             file=sys.stderr,
         )
-    part = run.modules.with_name(f".{run.modules.name}.{os.getpid()}.tmp")
-    shutil.rmtree(part, ignore_errors=True)
-    copy(found, beside, part)
-    if run.modules.exists():
-        remove(run.modules)
-    part.rename(run.modules)
+    with replacing(run.modules) as part:
+        copy(found, beside, part)
 
 
 def needed(config: Config, folder: Path) -> tuple[list[Path], list[Path]]:
