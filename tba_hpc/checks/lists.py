@@ -1,13 +1,8 @@
-"""Lists of the checks that each command makes, and the facts of a job."""
+"""Lists of the checks that each command makes."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tba_hpc.checks import config_checks, machine, mpi_checks, slurm_checks
-from tba_hpc.checks.facts import Facts, SlurmFacts, job_environment
-from tba_hpc.config import Config
-from tba_hpc.launch.plan import Plan, Site
 
 JOBS = (
     slurm_checks.check_cluster,
@@ -101,23 +96,3 @@ LOGIN_NODE = (
     machine.check_model,
 )
 """Checks that ``tba doctor`` makes on the login node of a cluster."""
-
-
-def job_facts(config: Config, site: Site, split: Plan | None = None) -> Facts:
-    """Return the facts of a run's job, or if ``split`` is None, of jobs of elastic searchers.
-
-    Raises SlurmError if Slurm does not answer.
-    """
-    asked = SlurmFacts.look()
-    searchers = asked.partition(site.searcher.partition or site.partition)
-    return Facts(
-        site=site,
-        config=config,
-        split=split,
-        root=Path(config.run.root),
-        shared=split is not None,
-        slurm=asked,
-        partitions=asked.used(site) if split else (searchers,) if searchers else (),
-        library=mpi_checks.find_library(site)[0] if split else None,
-        environment=job_environment(site),
-    )

@@ -12,12 +12,13 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tba_hpc.checks.facts import Facts, Finding, job_environment, refuse, warning
-from tba_hpc.checks.lists import ELASTIC, SUBMIT, job_facts
+from tba_hpc.checks.facts import Facts, Finding, SlurmFacts, job_environment, refuse, warning
+from tba_hpc.checks.lists import ELASTIC, SUBMIT
+from tba_hpc.checks.mpi_checks import find_library
 from tba_hpc.checks.slurm_checks import check_job_requeue
 from tba_hpc.commands.submission import Submission, again, last_job, prepare, script_of
 from tba_hpc.config import Config, ConfigError
@@ -144,13 +145,30 @@ def _check(submission: Submission, found: dict[Path, list[Finding]], *, several:
 
 def _warnings(config: Config, split: Plan, site: Site, submission: Submission) -> list[Finding]:
     """Return warnings about what may fail. Raises ConfigError if the run would certainly fail."""
-    facts = replace(
-        job_facts(config, site, split),
+    return [*_short_time(site), *refuse(SUBMIT, _facts(config, split, site, submission))]
+
+
+def _facts(config: Config, split: Plan | None, site: Site, submission: Submission) -> Facts:
+    """Return the facts of a run's job, or if ``split`` is None, of jobs of elastic searchers.
+
+    Raises SlurmError if Slurm does not answer.
+    """
+    asked = SlurmFacts.look()
+    searchers = asked.partition(site.searcher.partition or site.partition)
+    return Facts(
+        site=site,
+        config=config,
+        split=split,
+        root=Path(config.run.root),
+        shared=split is not None,
+        slurm=asked,
+        partitions=asked.used(site) if split else (searchers,) if searchers else (),
+        library=find_library(site)[0] if split else None,
+        environment=job_environment(site),
         fetched_by=submission.fetched_by,
         beside=submission.beside,
         seconds=CHECK_SECONDS,
     )
-    return [*_short_time(site), *refuse(SUBMIT, facts)]
 
 
 def _short_time(site: Site) -> list[Finding]:
@@ -331,7 +349,7 @@ def submit_elastic(
         print(text, end="")
         return
     slurm.require_slurm()
-    facts = replace(job_facts(config, site), fetched_by=submission.fetched_by)
+    facts = _facts(config, None, site, submission)
     warnings = [finding.sentence for finding in refuse(ELASTIC, facts)]  # now, not after hours in the queue
     snapshot.take(run.path)
     number = slurm.send(run, text)
