@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 
 from tba_hpc.config import is_elastic
-from tba_hpc.core.wording import count
+from tba_hpc.core.wording import count, first_few
 from tba_hpc.report.audit.evidence import Checkpoint, Evidence, Seals
 from tba_hpc.run.directory import ShardKey
 from tba_hpc.run.history import Merge
@@ -307,6 +307,4 @@ def _shard(key: ShardKey) -> str:
 
 def _some(thing: str, numbers: Sequence[int]) -> str:
     """Return a text such as ``requests 3, 7 and 12 more``."""
-    named = ", ".join(map(str, numbers[:SHOWN]))
-    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
-    return f"{thing}{'' if len(numbers) == 1 else 's'} {named}{more}"
+    return f"{thing}{'' if len(numbers) == 1 else 's'} {first_few(numbers, SHOWN)}"
