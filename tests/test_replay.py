@@ -28,8 +28,8 @@ from tba_hpc.commands.replay import read_recorded, replay_config, train_on
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.core.types import Shard
 from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
-from tba_hpc.exchange.hdf5_shards import ShardError
-from tba_hpc.exchange.replay_exchange import RecordedShards, Recording
+from tba_hpc.exchange.hdf5_shards import ShardError, read_sealed
+from tba_hpc.exchange.replay_exchange import Recording
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.history import History
 from tba_hpc.run.signals import StopFlag
@@ -159,16 +159,15 @@ def test_what_is_moved_while_it_is_replayed_is_found_again(tmp_path: Path) -> No
     config = make_config(tmp_path)
     run = RunDir.create(config)
     first, second = ((shard.searcher, shard.index) for shard in _sealed(config, run, 2))
-    read = RecordedShards(run)
-    whole = read(first)
+    whole = read_sealed(run, first)
     keep(run)
     for file in run.shard_files().values():
         file.unlink()
-    np.testing.assert_array_equal(read(first).trajectories.logprobs, whole.trajectories.logprobs)
+    np.testing.assert_array_equal(read_sealed(run, first).trajectories.logprobs, whole.trajectories.logprobs)
     for path in run.kept_files().values():
         path.unlink()
     with pytest.raises(ShardError, match=r"000001.h5 was deleted, because its run is still at work: record"):
-        read(second)
+        read_sealed(run, second)
 
 
 def test_a_replay_that_was_stopped_goes_on(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from tba_hpc.core.ports import Learner
 from tba_hpc.core.prompts import Progress
 from tba_hpc.core.schedules import decay_end
 from tba_hpc.core.types import Shard
-from tba_hpc.exchange.replay_exchange import RecordedShards, Recording, ReplayExchange
+from tba_hpc.exchange.hdf5_shards import read_sealed
+from tba_hpc.exchange.replay_exchange import Recording, ReplayExchange, of_behaviour
 from tba_hpc.loops.freshness import Freshness
 from tba_hpc.loops.restoring import verify_checkpoints
 from tba_hpc.report.track.follow import tracked
@@ -157,7 +158,7 @@ def _leave_out_what_follows(train: dict[str, Any], given: Mapping[str, str]) -> 
 
 def read_recorded(
     source: RunDir, recorded: Config, config: Config, *, partial: bool
-) -> tuple[Recording, RecordedShards]:
+) -> tuple[Recording, Callable[[ShardKey], Shard]]:
     """Return when each shard of ``source`` arrives in a replay by ``config``, and a reader of the shards.
 
     partial: whether shards may be gone. Raises ConfigError if ``config`` needs log-probabilities that were
@@ -178,13 +179,18 @@ def read_recorded(
     recording = Recording.of(source)
     if config.exchange.sync_every != recorded.exchange.sync_every:
         recording = Recording(recording.arrivals, None, recording.steps)
-    read = RecordedShards(source, behaviour=not now.reference.scored)
     wanted = [key for arrival in recording.arrivals for key in arrival.shards]
-    there = [key for key in wanted if key in read.places]
+    on_disk = source.sealed_files()
+    there = [key for key in wanted if key in on_disk]
     if not there or (len(there) < len(wanted) and not partial):
         remedy = ", or replay what is left with --partial" if there else ""
         raise ConfigError(
             f"{len(wanted) - len(there)} of the {len(wanted)} shards that {source.path} learned from are "
             f"gone, deleted once a checkpoint held them: keep them with exchange.keep_shards=1{remedy}"
         )
+
+    def read(key: ShardKey) -> Shard:
+        shard = read_sealed(source, key)
+        return shard if now.reference.scored else of_behaviour(shard)
+
     return recording.only(there), read

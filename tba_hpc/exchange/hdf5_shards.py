@@ -38,7 +38,7 @@ from tba_hpc.core.types import (
     Trajectories,
     make_uid,
 )
-from tba_hpc.run.directory import REFUSED, RunDir, of_two_runs
+from tba_hpc.run.directory import REFUSED, RunDir, ShardKey, of_two_runs
 from tba_hpc.run.files import (
     DISK_RETRY_SECONDS,
     fsync,
@@ -135,6 +135,20 @@ def with_image(shard: Shard) -> Shard:
 def read_shard(path: Path) -> Shard:
     """Read a shard. Raises ShardError if it is unusable, and OSError if it cannot be read."""
     return parse_shard(path, _bytes(path))
+
+
+def read_sealed(run: RunDir, key: ShardKey) -> Shard:
+    """Read a shard of ``run`` from RUN/shards or, if it has been moved there, from RUN/kept.
+
+    Raises ShardError if it is damaged or was deleted, OSError if it cannot be read.
+    """
+    path = run.shard_file(*key)
+    for place in (path, run.kept_file(*key)):
+        with contextlib.suppress(FileNotFoundError):
+            return read_shard(place)
+    raise ShardError(
+        f"{path} was deleted, because its run is still at work: record with exchange.keep_shards=1"
+    )
 
 
 def parse_shard(path: Path, data: bytes) -> Shard:

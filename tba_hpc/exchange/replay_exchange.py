@@ -14,7 +14,6 @@ from operator import attrgetter
 
 from tba_hpc.core.ports import Write
 from tba_hpc.core.types import BEHAVIOUR, Publication, Shard
-from tba_hpc.exchange.hdf5_shards import ShardError, read_shard
 from tba_hpc.run.directory import RunDir, ShardKey
 from tba_hpc.run.history import History, whole
 
@@ -74,34 +73,8 @@ class Recording:
         return replace(self, arrivals=tuple(one for one in left if one.shards))
 
 
-class RecordedShards:
-    """Reader of a run's shards that still exist, in RUN/shards or RUN/kept: call it with a shard's key.
-
-    places: path of each such shard, by key. behaviour: whether to replace each trajectory's recorded
-    reference by the policy that sampled it.
-    """
-
-    def __init__(self, run: RunDir, *, behaviour: bool = False) -> None:
-        self._run = run
-        self._behaviour = behaviour
-        self.places = run.sealed_files()
-
-    def __call__(self, key: ShardKey) -> Shard:
-        """Read a shard. Raises ShardError if it is damaged or was deleted, OSError if it cannot be read."""
-        try:
-            shard = read_shard(self.places[key])
-        except FileNotFoundError:  # the recorded run is at work, and may have moved the shard to RUN/kept
-            kept = self._run.kept_file(*key)
-            if not kept.exists():
-                raise ShardError(
-                    f"{self.places[key]} was deleted, because its run is still at work: record with "
-                    "exchange.keep_shards=1"
-                ) from None
-            shard = read_shard(kept)
-        return _of_behaviour(shard) if self._behaviour else shard
-
-
-def _of_behaviour(shard: Shard) -> Shard:
+def of_behaviour(shard: Shard) -> Shard:
+    """Return a shard in which the policy that sampled each trajectory takes the place of its reference."""
     record = shard.trajectories.record.copy()
     record["reference"] = BEHAVIOUR
     logprobs = shard.trajectories.logprobs

@@ -7,6 +7,7 @@ the other and only the best matches are kept, so a run may be larger than memory
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from tba_hpc.config import ConfigError
 from tba_hpc.core.own_code import is_own
 from tba_hpc.core.ports import Tokenizer, decoder
 from tba_hpc.core.types import BEGIN, BEHAVIOUR, Shard, Trajectories
-from tba_hpc.exchange.hdf5_shards import ShardError, read_arrays, read_shard
+from tba_hpc.exchange.hdf5_shards import ShardError, read_arrays, read_sealed
 from tba_hpc.learner.file_tokenizer import FileTokenizer
 from tba_hpc.run.checkpoints import BUFFER_FILE, StateError, checkpoint_folders, read_state
 from tba_hpc.run.directory import RunDir, ShardKey
@@ -186,15 +187,9 @@ def select(run: RunDir, query: Query, decode: Decode) -> Selection:
 
 def sealed_shards(run: RunDir) -> Iterator[Shard]:
     """Yield the undamaged shards of a run by searcher and index, including those in RUN/kept."""
-    for key, path in run.sealed_files().items():
-        for place in (path, run.kept_file(*key)):
-            try:
-                yield read_shard(place)
-                break
-            except FileNotFoundError:  # moved or deleted meanwhile
-                continue
-            except ShardError:  # damaged, which the audit reports
-                break
+    for key in run.sealed_files():
+        with suppress(ShardError):  # damaged, which the audit reports, or deleted meanwhile
+            yield read_sealed(run, key)
 
 
 def _rows(trajectories: Trajectories, query: Query) -> list[int]:
