@@ -11,12 +11,10 @@ marks the beginning of each but the first.
 from __future__ import annotations
 
 import math
-import queue
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -40,6 +38,7 @@ from tba_hpc.core.types import (
     WeightUpdate,
 )
 from tba_hpc.environments.chat import Chat
+from tba_hpc.run.background import Worker
 
 if TYPE_CHECKING:  # environments.task imports this module
     from tba_hpc.environments.task import Conversational
@@ -361,53 +360,42 @@ class Workers:
     def __init__(self, at_once: int, seconds: float) -> None:
         self._at_once, self._seconds = at_once, seconds
         self._waiting: deque[Job] = deque()
-        self._deadlines: dict[Job, float] = {}
-        self._hanging = 0
-        self._done: queue.SimpleQueue[tuple[Job, Any, BaseException | None]] = queue.SimpleQueue()
+        self._running: dict[Future[Any], tuple[Job, float]] = {}  # each with its deadline
+        self._hanging: set[Future[Any]] = set()
 
     def add(self, job: Job) -> None:
         """Queue a job."""
         self._waiting.append(job)
         self._fill()
 
-    def deliver(self, wait: float) -> None:
+    def deliver(self, pause: float) -> None:
         """Call each finished job's ``then`` with its result, or its ``failed`` with its exception.
 
-        If no job has finished, wait up to ``wait`` seconds for one. A job over the time limit fails as well.
+        If no job has finished, wait up to ``pause`` seconds for one. A job over the time limit fails as well.
         Raises ConfigError if too many jobs hang.
         """
-        for job, result, error in self._finished(wait):
-            if self._deadlines.pop(job, None) is None:
-                self._hanging -= 1
-            elif error is not None:
-                job.failed(error)
-            else:
-                job.then(result)
-        for job in [job for job, deadline in self._deadlines.items() if deadline < time.monotonic()]:
-            del self._deadlines[job]
-            self._hanging += 1
-            job.failed(TimeoutError(f"it took more than {self._seconds:g} s"))
-        if self._hanging >= MOST_HANGING:
+        wait(self._running, pause, FIRST_COMPLETED)
+        for call, (job, deadline) in list(self._running.items()):
+            if call.done():
+                del self._running[call]
+                if (error := call.exception()) is not None:
+                    job.failed(error)
+                else:
+                    job.then(call.result())
+            elif deadline < time.monotonic():
+                del self._running[call]
+                self._hanging.add(call)
+                job.failed(TimeoutError(f"it took more than {self._seconds:g} s"))
+        self._hanging = {call for call in self._hanging if not call.done()}
+        if len(self._hanging) >= MOST_HANGING:
             raise ConfigError(
-                f"{self._hanging} calls of the environment take more than task.options.step_seconds="
+                f"{len(self._hanging)} calls of the environment take more than task.options.step_seconds="
                 f"{self._seconds:g} and do not end: set a timeout on what they wait for, or raise the limit"
             )
         self._fill()
 
-    def _finished(self, wait: float) -> Iterator[tuple[Job, Any, BaseException | None]]:
-        with suppress(queue.Empty):
-            yield self._done.get(timeout=wait) if wait else self._done.get_nowait()
-            while True:
-                yield self._done.get_nowait()
-
     def _fill(self) -> None:
-        while self._waiting and len(self._deadlines) < self._at_once:
-            job = self._waiting.popleft()
-            self._deadlines[job] = time.monotonic() + self._seconds
-            threading.Thread(target=self._run, args=(job,), daemon=True, name="environment").start()
-
-    def _run(self, job: Job) -> None:
-        try:
-            self._done.put((job, job.call(), None))
-        except BaseException as error:  # user code may raise anything
-            self._done.put((job, None, error))
+        while self._waiting and len(self._running) < self._at_once:
+            job, worker = self._waiting.popleft(), Worker("environment")
+            self._running[worker.submit(job.call)] = job, time.monotonic() + self._seconds
+            worker.close(0)
