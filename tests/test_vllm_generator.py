@@ -710,9 +710,18 @@ def test_models_of_other_families_follow_their_training(kind: str, tmp_path: Pat
     _close(generator)
 
 
-def _of_family(folder: Path, kind: str) -> VllmGenerator:
+@pytest.mark.nightly
+def test_an_engine_and_a_learner_see_equally_far(tmp_path: Path) -> None:
+    """In the layer whose queries see 8 keys."""
+    window: dict[str, object] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    _close(_of_family(tmp_path, "olmo3", num_key_value_heads=1, **window))
+
+
+def _of_family(folder: Path, kind: str, **settings: object) -> VllmGenerator:
     """An engine of a model, which follows to the weights of another, as version 1."""
-    first, other = (make_family_model(folder / name, kind, seed=seed) for seed, name in enumerate("ab"))
+    first, other = (
+        make_family_model(folder / name, kind, seed=seed, **settings) for seed, name in enumerate("ab")
+    )
     generator = _generator(first)
     _assert_logprobs_of(load_policy(str(first), "float32"), _generate(generator, *map(_request, range(4))))
     model = load_policy(str(other), "float32")

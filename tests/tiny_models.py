@@ -81,7 +81,13 @@ def make_random_model(
 
 FAMILIES: dict[str, dict[str, object]] = {
     "qwen2": {"num_key_value_heads": 1},
-    "qwen3": {"num_key_value_heads": 1, "head_dim": HEAD_SIZE},
+    "qwen3": {
+        **{"num_key_value_heads": 1, "head_dim": HEAD_SIZE},
+        "rope_parameters": {  # stretched positions, which engine and learner compute each in their own way
+            **{"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0},
+            "original_max_position_embeddings": 32,
+        },
+    },
     "qwen3_moe": {
         **{"num_key_value_heads": 1, "head_dim": HEAD_SIZE, "norm_topk_prob": True},
         **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
