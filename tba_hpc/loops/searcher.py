@@ -49,10 +49,8 @@ class Searcher:
     log_seconds: float = 1.0
     weights_in_use: Callable[[], None] = lambda: None
     _upcoming: Request | None = None  # taken from ``requests``, and not issued yet
-    _budget_end: float = math.inf  # id of the first request that may not be issued yet
-    _loaded: bool = False  # whether the engine has been given any weights
-    _ending: bool = False  # whether these are the last weights of the run
-    _awaited: Publication | None = None  # publication of the last weights, until they are in use
+    _publication: Publication | None = None  # of the last weights that the engine was given
+    _awaited: Publication | None = None  # the same, until these weights are in use
     _busy_seconds: float = 0.0  # of the engine, up to the last metric record
     _rejected: int = 0  # completions set aside so far
     _stage: str | None = None  # last logged stage of the engine's start
@@ -101,11 +99,7 @@ class Searcher:
         # Weights are loaded even after a stop request. The trainer learns of the request in its next round of
         # the exchange, which a searcher with old weights may delay.
         self.generator.load(update)
-        self._loaded = True
-        self._awaited = publication = update.publication
-        end = publication.budget_end
-        self._budget_end = math.inf if end is None else end
-        self._ending = publication.final
+        self._publication = self._awaited = publication = update.publication
         self.scorer.refer_to(publication.reference)
         if publication.evaluate is None or self.stop_asked():
             return
@@ -116,22 +110,32 @@ class Searcher:
 
     def _refill(self) -> None:
         """Keep the engine full: with evaluation requests first, then with training requests."""
-        while self._loaded and self.generator.in_flight < self.sequences:
+        while self.generator.in_flight < self.sequences:
             request = self.evaluator.next_request() or self._next_training_request()
             if request is None:
                 return
             self.generator.submit(request)
 
     def _next_training_request(self) -> Request | None:
-        """Return the next training request; None while the trainer lags too far behind, or at the end."""
-        ending = self.stop_asked() or self.exchange.closed or self._ending
-        if ending or self.exchange.pending >= self.pending_shards or self.scorer.full:
+        """Return the next training request; None without weights, at the end, or if too much waits."""
+        if self._publication is None or self._publication.final:
+            return None
+        if self.stop_asked() or self.exchange.closed:
+            return None
+        if self.exchange.pending >= self.pending_shards or self.scorer.full:
             return None
         self._upcoming = self._upcoming or next(self.requests, None)
         if self._upcoming is None or self._upcoming.id >= self._budget_end:
             return None
         request, self._upcoming = self._upcoming, None
         return request
+
+    @property
+    def _budget_end(self) -> float:
+        """Id of the first request that may not be issued under the present weights."""
+        if self._publication is None or self._publication.budget_end is None:
+            return math.inf
+        return self._publication.budget_end
 
     @property
     def _out_of_work(self) -> bool:
