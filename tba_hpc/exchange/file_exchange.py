@@ -200,8 +200,8 @@ class FileTrainerExchange:
 
         The exchange's thread copies them from ``update``, and then writes them to a file.
         """
-        self._worker.submit(lambda: np.copyto(self._memory.incoming, update.data))
-        self._round = self._worker.submit(self._write_and_sync, update.publication)
+        copied = partial(np.copyto, self._memory.incoming, update.data)
+        self._round = self._worker.submit(self._write_and_sync, update.publication, copied)
 
     @property
     def idle(self) -> bool:
@@ -233,10 +233,10 @@ class FileTrainerExchange:
 
     # --- Weights ---
 
-    def _write_and_sync(self, publication: Publication, copied: Callable[[], object] | None = None) -> None:
+    def _write_and_sync(self, publication: Publication, copied: Callable[[], object] | None) -> None:
         """Write the incoming weights, or only their changes, and run a round that lists them.
 
-        copied: function that waits until all of the weights have been copied into memory.
+        copied: function that returns once all of the weights have been copied into memory; None if they have.
         """
         if copied:
             copied()
