@@ -24,6 +24,7 @@ from tba_hpc.run.checkpoints import (
     latest_checkpoint,
     read_state,
     set_aside,
+    step_of,
 )
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import discard_evaluations
@@ -73,7 +74,7 @@ def verify_checkpoints(run: RunDir) -> None:
     Raises StateError, and changes nothing, if there are checkpoints but none is intact.
     """
     for folder, fault in damaged_checkpoints(run).items():
-        metrics, step = trainer_metrics(run), int(folder.stem.removeprefix("step-"))
+        metrics, step = trainer_metrics(run), step_of(folder)
         # Logged first: if this process dies before the next line, the damage is reported twice, not never.
         metrics.log({"event": "damaged", "step": step, "checkpoint": folder.name, "fault": fault})
         metrics.close()

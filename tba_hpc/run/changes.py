@@ -6,7 +6,7 @@ from typing import Any
 
 from tba_hpc.config import Config, ConfigError, differences, value_text
 from tba_hpc.core import schedules
-from tba_hpc.run.checkpoints import latest_checkpoint
+from tba_hpc.run.checkpoints import latest_checkpoint, step_of
 from tba_hpc.run.directory import PER_START, RunDir
 from tba_hpc.run.events import log_event
 
@@ -33,7 +33,7 @@ def is_done(run: RunDir, config: Config) -> bool:
 def reached(run: RunDir) -> int:
     """Return the optimizer step of the newest checkpoint, where a resume starts; 0 without a checkpoint."""
     folder = latest_checkpoint(run) if run.checkpoints.is_dir() else None
-    return int(folder.stem.removeprefix("step-")) if folder else 0
+    return step_of(folder) if folder else 0
 
 
 def resume_notice(run: RunDir) -> str:

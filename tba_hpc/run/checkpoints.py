@@ -299,10 +299,9 @@ def misplaced(run: RunDir, folder: Path, state: TrainerState) -> str:
 
     If neither is the case, the result is "".
     """
-    step = next(iter(_order(folder)))
     if of_two_runs(state.run, run.identity):
         return "it is a checkpoint of another run"
-    return "" if step == state.step else f"it is a copy of the checkpoint of step {state.step}"
+    return "" if step_of(folder) == state.step else f"it is a copy of the checkpoint of step {state.step}"
 
 
 def set_aside(run: RunDir, folder: Path) -> Path:
@@ -348,6 +347,11 @@ def _named_newest(run: RunDir) -> Path | None:
     except FileNotFoundError:
         return None
     return folder if _order(folder) else None
+
+
+def step_of(folder: Path) -> int:
+    """Return the step in the name of a checkpoint's folder."""
+    return next(iter(_order(folder)))
 
 
 def _order(folder: Path) -> tuple[int, int] | tuple[()]:

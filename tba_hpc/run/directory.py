@@ -406,7 +406,7 @@ class RunDir:
         The folder gets a copy of the config, and ``logs/latest`` leads to it. Earlier folders are deleted,
         except for the newest ``KEPT_ATTEMPTS``.
         """
-        taken = sorted(int(path.name.removeprefix("attempt-")) for path in self.logs.glob("attempt-*"))
+        taken = _numbers(self.logs, "attempt-", "", digits=3)
         for old in taken[:-KEPT_ATTEMPTS]:
             shutil.rmtree(self.logs / f"attempt-{old:03d}", ignore_errors=True)
         folder = self.logs / f"attempt-{max(taken, default=0) + 1:03d}"
