@@ -66,6 +66,9 @@ def test_shapes_come_from_a_folder_the_cache_or_the_hub(
     assert load_shape(name) == load_shape(str(tmp_path)) == shape_of(KNOWN[name])
     with pytest.raises(ConfigError, match=r"model.path=./none has no config.json that can be read"):
         load_shape("./none")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", ')
+    with pytest.raises(ConfigError, match=r"config.json that can be read \(it is missing or damaged\): give"):
+        load_shape(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
     with pytest.raises(ConfigError, match="does not say 'num_attention_heads'"):
         load_shape(str(tmp_path))

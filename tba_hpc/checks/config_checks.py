@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from tba_hpc.checks.chat_ends import CONVERSATIONS
 from tba_hpc.checks.facts import Facts, Finding, Level, login_python, ok, problem, warning
 from tba_hpc.checks.resources import missing, missing_sentence, resources
 from tba_hpc.config import Config, ConfigError, TrainSection, dump_config, is_local
 from tba_hpc.config.variants import Unbounded
-from tba_hpc.core.hub_files import find_file, hub_cache, refused_by_hub
+from tba_hpc.core.hub_files import find_file, hub_cache, model_fields, refused_by_hub
 from tba_hpc.core.own_code import is_own
 from tba_hpc.core.tuned import beyond_tuned
 from tba_hpc.core.wording import did_you_mean
@@ -54,8 +53,8 @@ def check_context_length(facts: Facts) -> Iterator[Finding]:
     Lengths for which positions are scaled may give a warning: with dynamic NTK and LongRoPE, transformers
     scales by the longest sequence of a batch, and vLLM by a fixed length.
     """
-    config, fields = facts.config, _model_settings(facts)
-    if config is None or not fields:
+    config = facts.config
+    if config is None or not (fields := model_fields(config.model.path, facts.environment)):
         return
     path, length = config.model.path, config.model.context_length
     most = fields.get("max_position_embeddings") or fields.get("n_positions") or 0
@@ -74,24 +73,14 @@ def check_context_length(facts: Facts) -> Iterator[Finding]:
 
 def check_experts(facts: Facts) -> Iterator[Finding]:
     """Check that a LoRA adapter of a model with experts is meant to leave them as they are."""
-    config, fields = facts.config, _model_settings(facts)
-    experts = next((fields[name] for name in EXPERTS if fields.get(name)), 0)
-    if config and config.model.lora and config.model.lora.targets is None and experts:
+    config = facts.config
+    if config is None or config.model.lora is None or config.model.lora.targets is not None:
+        return
+    fields = model_fields(config.model.path, facts.environment)
+    if experts := next((fields[name] for name in EXPERTS if fields.get(name)), 0):
         found = f"model.lora does not adapt the {experts} experts of model.path={config.model.path}"
         remedy = "leave model.lora out to train them; to keep them, list the layers in model.lora.targets"
         yield warning("LoRA", found, remedy)
-
-
-def _model_settings(facts: Facts) -> dict[str, Any]:
-    """Return the fields of the model's config.json; {} if it is not here or cannot be read."""
-    file = find_file(facts.config.model.path, "config.json", facts.environment) if facts.config else None
-    if file is None:
-        return {}
-    try:
-        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return fields | (fields.get("text_config") or {})
-    except (ValueError, TypeError, AttributeError):  # not JSON, or no mapping: the ranks refuse such a file
-        return {}
 
 
 def check_engine_arguments(facts: Facts) -> Iterator[Finding]:

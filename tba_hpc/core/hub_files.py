@@ -5,9 +5,11 @@ It imports one of them only to ask the hub, since that takes long.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tba_hpc.config import is_local
 
@@ -26,6 +28,19 @@ def find_file(model: str, name: str, environment: Mapping[str, str]) -> Path | N
     here = is_local(model) or Path(model).is_dir()
     folder = _expanded(model) if here else _snapshot(model, environment)
     return folder / name if folder and (folder / name).is_file() else None
+
+
+def model_fields(model: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a model's config.json, those of its text model above others.
+
+    Empty if the file is not on this machine or cannot be read.
+    """
+    file = find_file(model, "config.json", environment)
+    try:
+        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file else {}
+        return fields | (fields.get("text_config") or {})
+    except (ValueError, TypeError, AttributeError):  # not JSON, or no mapping: the ranks refuse such a file
+        return {}
 
 
 def _snapshot(name: str, environment: Mapping[str, str]) -> Path | None:

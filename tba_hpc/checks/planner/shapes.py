@@ -14,7 +14,7 @@ from typing import Any
 
 from tba_hpc.config import ConfigError, LoraSection, is_local
 from tba_hpc.config.plain_yaml import read_yaml
-from tba_hpc.core.hub_files import find_file, hub_cache, refused_by_hub
+from tba_hpc.core.hub_files import hub_cache, model_fields, refused_by_hub
 from tba_hpc.core.model_shapes import Shape, shape_of
 
 KNOWN = Path(__file__).with_name("known_models.yaml")
@@ -55,22 +55,22 @@ def load_shape(path: str, key: str = "model.path") -> Shape:
 
 def _fields(path: str, key: str) -> dict[str, Any]:
     """Return the fields of a model's config.json, from this machine, KNOWN or the hub. Raises ConfigError."""
-    file = find_file(path, "config.json", os.environ)
-    if file is None and (known := read_yaml(KNOWN.read_text(encoding="utf-8")).get(path)):
-        return dict(known)
-    fields: dict[str, Any] = json.loads((file or _downloaded(path, key)).read_text(encoding="utf-8"))
-    return fields
+    if fields := model_fields(path, os.environ):
+        return fields
+    known = read_yaml(KNOWN.read_text(encoding="utf-8")).get(path)
+    return dict(known or json.loads(_downloaded(path, key).read_text(encoding="utf-8")))
 
 
 def _downloaded(path: str, key: str) -> Path:
     """Download the config.json of a model on the hub; return its path. Raises ConfigError if that fails."""
-    # Asked first, because without a network hf_hub_download would retry for half a minute.
-    reason = "no such file" if is_local(path) else refused_by_hub(path, os.environ)
+    is_folder = is_local(path) or Path(path).is_dir()
+    # Without a network hf_hub_download would retry for half a minute.
+    reason = "it is missing or damaged" if is_folder else refused_by_hub(path, os.environ)
     if not reason:
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(path, "config.json", cache_dir=hub_cache(os.environ)))
-    fetch = "" if is_local(path) else f", or type 'hf download {path} config.json' where there is a network"
+    fetch = "" if is_folder else f", or type 'hf download {path} config.json' where there is a network"
     raise ConfigError(
         f"{key}={path} has no config.json that can be read ({reason}): give a model's folder{fetch}"
     )
