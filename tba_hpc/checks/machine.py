@@ -419,7 +419,7 @@ def judge_packages(folders: Sequence[Path], prefix: Path, own: Path) -> Iterator
     """Yield a finding about each folder with packages that come before those of the environment.
 
     folders: where Python looks for packages, in order. prefix: folder of the environment. own: folder in
-    which tba-hpc itself is installed. Its packages are meant, as after ``pip install --user``.
+    which tba-hpc itself is installed, as by ``pip install --user``; it gives no finding.
     """
     before: dict[Path, list[str]] = {}
     for name in VERSIONED:

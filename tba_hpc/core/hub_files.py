@@ -1,6 +1,6 @@
 """Finds a model's files on this machine: in its folder, or where the Hugging Face libraries keep downloads.
 
-It imports one of them only to ask the hub, since that takes long.
+It imports huggingface_hub only to ask the hub, since the import takes long.
 """
 
 from __future__ import annotations

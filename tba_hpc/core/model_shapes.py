@@ -162,7 +162,7 @@ ROOM = {"cuda": 8 << 30, "cpu": 1 << 30}
 busy while the host launches the next layers."""
 
 MOST_TOKENS = 32 << 10
-"""Default limit on a micro-batch's tokens, in addition to ROOM."""
+"""Default limit on a micro-batch's tokens; the limit in bytes, ROOM, applies as well."""
 
 
 def default_micro_batch(token_bytes: float, device: str) -> int:

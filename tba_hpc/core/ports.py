@@ -441,7 +441,7 @@ class SearcherExchange(Protocol):
         """Offer a shard, already sealed on disk, to the trainer."""
 
     def poll(self) -> WeightUpdate | None:
-        """Return the newest weights, or None if they were returned before."""
+        """Return unseen weights: those to be evaluated, or else the newest; None if there are none."""
 
     def request_stop(self) -> None:
         """Ask the trainer to stop the run after its present step.

@@ -318,7 +318,7 @@ class Engine:
             self._lost[request.request_id] = max(lost, request.num_computed_tokens)
 
     def _schedule(self, schedule: Callable[..., SchedulerOutput], *arguments: object) -> SchedulerOutput:
-        """Plan a step with vLLM's ``schedule``; count the tokens that are computed, and computed again."""
+        """Plan a step with vLLM's ``schedule``; count its tokens, and how many of them are computed again."""
         step = schedule(*arguments)
         self._computed += step.total_num_scheduled_tokens
         for name in self._lost.keys() & step.num_scheduled_tokens.keys():

@@ -150,7 +150,7 @@ class Chat:
     def render(
         self, messages: Sequence[Message], *, ask: bool = True, tools: Sequence[dict[str, Any]] = ()
     ) -> str:
-        """Render a conversation. ask: add the beginning of the model's next message. tools: more schemas."""
+        """Render a conversation. ask: begin the model's next message. tools: schemas added to the Chat's."""
         return self._tokenizer.render(messages, tools=[*self._tools, *tools], ask=ask, **self._options)
 
     def encode(self, text: str) -> np.ndarray:

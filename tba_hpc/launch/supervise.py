@@ -32,8 +32,8 @@ LONG_SECONDS = 300
 """Seconds that searchers must have run for their failure to count as the first in a row."""
 
 NEAR_END_SECONDS = 120
-"""Seconds that tell a time limit from a preemption. If a job was stopped with less than this left, besides
-the time for a checkpoint, its time was too short. If it was stopped earlier, it was preempted."""
+"""A job stopped with less than this left, s, plus the time for a checkpoint, had too short a time limit.
+One stopped earlier was preempted."""
 
 READ: dict[str, Callable[[str], object]] = {
     "int": int,
@@ -46,7 +46,7 @@ READ: dict[str, Callable[[str], object]] = {
 
 @dataclass(kw_only=True)
 class JobState:
-    """State of a job as the batch script passes it; a script passes only what the stage needs."""
+    """State of a job as its batch script passes it: to each of the STAGES only the fields that it needs."""
 
     run: Path
     code: int = 0

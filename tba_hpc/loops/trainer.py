@@ -35,7 +35,7 @@ DATA_CHECK_SECONDS = 0.02
 """Pause between two checks of the exchange while the trainer waits, s."""
 
 MARGIN_SECONDS = 30.0
-"""Time kept at the end of a job for leaving and requeueing, s, in addition to a step and a save."""
+"""Time kept at the end of a job for leaving and requeueing, s, in addition to a step and unfinished saves."""
 
 
 @dataclass

@@ -79,7 +79,7 @@ def resume_command(run: RunDir, events: Sequence[Mapping[str, Any]], *, job: str
     """Return the command that resumes the run: ``tba run``, or its last ``tba submit``.
 
     If its jobs were all submitted by hand, a likely ``tba submit`` is returned. events: all of the run's, in
-    order. job: id of the run's job if there are no events, or "".
+    order. job: id of the run's job, or "" if it has none; used only if there are no events.
     """
     typed = [str(event["command"]) for event in events if "command" in event]
     if typed and (events[-1]["job"] or "command" in events[-1]):
