@@ -3,6 +3,7 @@
 What a rank does about an engine that dies, hangs or refuses is ``test_engine_process.py``'s.
 """
 
+import json
 import os
 import re
 import socket
@@ -19,7 +20,7 @@ import pytest
 import torch
 from forks import ENGINES, fork_engines
 from tiny_models import make_family_model, make_random_model, make_tokenizer
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from tba_hpc.config import ConfigError, Dtype, GeneratorSection, ModelSection
 from tba_hpc.core.ports import EngineError
@@ -59,12 +60,19 @@ def forked() -> Iterator[None]:
         yield
 
 
+def write_defaults(folder: Path) -> None:
+    """Let a model ask for sampling other than the run's, as Qwen2.5 does with its repetition_penalty."""
+    defaults = {"do_sample": True, "temperature": 0.1, "top_k": 2, "min_p": 0.5, "repetition_penalty": 3.0}
+    (folder / "generation_config.json").write_text(json.dumps(defaults | {"eos_token_id": 0}))
+
+
 class Served:
     """One engine, the folder it started from, another to load, and its greedy answers when it was new."""
 
     def __init__(self, folder: Path, *, tied: bool, context: int = CONTEXT, **options: object) -> None:
         self.folder = make_random_model(folder / "first", tied=tied, seed=1, context=context)
         self.other = make_random_model(folder / "other", tied=tied, seed=2, context=context)
+        write_defaults(self.folder)
         self.generator = _generator(self.folder, context=context, **options)
         while not self.generator._engine.ready:
             assert self.generator.step() == []
@@ -399,6 +407,7 @@ def _assert_greedy(model: PreTrainedModel, groups: list[Group]) -> None:
 def _greedy(model: PreTrainedModel, request: Request) -> list[int]:
     """As transformers decodes."""
     prompt = torch.from_numpy(request.prompt.tokens.astype(np.int64))[None]
+    model.generation_config = GenerationConfig(eos_token_id=0)  # not that of ``write_defaults``
     tokens = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False
     )
