@@ -397,7 +397,7 @@ class TrainSection(Section):
     adam_betas: tuple[float, float] = (0.9, 0.99)
     """AdamW's β₁ and β₂."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's weight decay."""
+    """AdamW's weight decay, of all trained weights: those of norms and biases, too."""
     gradient_clip: Positive | None = 1.0
     """Maximum global gradient norm of the normalised loss. null: no clipping."""
     zero_stage: Literal[1, 2, 3] = 2
