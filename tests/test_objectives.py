@@ -406,6 +406,18 @@ def test_equal_rewards_teach_nothing(name: str) -> None:
     assert not gradient(objective_of(name), groups, 0.3).any()
 
 
+def test_log_ratios_of_long_completions_are_exact() -> None:
+    """Each log-probability sums to about −50,000, where numbers in float32 are .004 apart."""
+    exact, rounded = (random_groups(2, 4, length=100_000, dtype=d) for d in (torch.float64, torch.float32))
+    assert exact.logprob_BK.min() < -65_536
+    for name in ("log_ratio_BK", "log_weight_BK"):
+        found, wanted = getattr(rounded, name).double(), getattr(exact, name)
+        torch.testing.assert_close(found, wanted, atol=3e-4, rtol=0)
+    oapl = objective_of("oapl", value_beta=1.0)
+    found, wanted = (oapl(groups, 1.0).metrics["log_ratio"].double() for groups in (rounded, exact))
+    torch.testing.assert_close(found, wanted, atol=3e-4, rtol=0)
+
+
 def test_baselines_carry_no_gradient() -> None:
     value = tensor([[1.0, 3.0], [5.0, 5.0]]).requires_grad_()
     assert centred(value).tolist() == [[-1, 1], [0, 0]]

@@ -29,7 +29,7 @@ def oapl(groups: Groups, beta: float) -> ObjectiveOutput:
     Metrics: log_ratio (mean of log π_θ/π_lag, nats per completion), value (mean V̂), residual (mean absolute
     value, in units of the reward).
     """
-    log_ratio_BK = groups.logprob_BK - groups.behaviour_logprob_BK
+    log_ratio_BK = (groups.policy_BKL - groups.behaviour_BKL).sum(2)
     residual_BK = beta * log_ratio_BK - (groups.reward_BK - groups.value_BK)
     metrics = {
         "log_ratio": log_ratio_BK.detach().mean(),

@@ -153,12 +153,12 @@ class Groups:
     @property
     def log_ratio_BK(self) -> Tensor:
         """Log-ratio log π_θ/π_ref of whole completions, with gradient, nats (k1 estimator of the KL)."""
-        return self.logprob_BK - self.ref_logprob_BK
+        return (self.policy_BKL - self.reference_BKL).sum(2)  # a difference of sums would be rounded more
 
     @property
     def log_weight_BK(self) -> Tensor:
         """Log-ratio log π_θ/π_behaviour of whole completions, detached, nats."""
-        return self.logprob_BK.detach() - self.behaviour_logprob_BK
+        return (self.policy_BKL.detach() - self.behaviour_BKL).sum(2)
 
     @property
     def token_ratio_BKL(self) -> Tensor:
@@ -168,7 +168,7 @@ class Groups:
     @property
     def ratio_BK(self) -> Tensor:
         """Ratio π_θ/π_behaviour of whole completions, with gradient, at most e^20."""
-        return bounded_exp(self.logprob_BK - self.behaviour_logprob_BK)
+        return bounded_exp((self.policy_BKL - self.behaviour_BKL).sum(2))
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def rloo(groups: Groups, beta: float, *, baseline_shift: float = 0.0) -> Objecti
 
     Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
     """
-    kl_BK = groups.behaviour_logprob_BK - groups.ref_logprob_BK
+    kl_BK = (groups.behaviour_BKL - groups.reference_BKL).sum(2)
     advantage_BK = leave_one_out(groups.reward_BK - beta * kl_BK) - baseline_shift
     return _output(groups, -advantage_BK * groups.logprob_BK, advantage_BK)
 
@@ -130,7 +130,7 @@ def gspo(groups: Groups, beta: float, *, ratio_clip: tuple[float, float]) -> Obj
     is the geometric mean of its tokens' π_θ/π_behaviour, and A is that of ``grpo``. There is no KL term, so
     ``beta`` is not used. Metrics are those of ``grpo``, but clip_share is a share of completions.
     """
-    log_ratio_BK = (groups.logprob_BK - groups.behaviour_logprob_BK) / groups.tokens_BK
+    log_ratio_BK = (groups.policy_BKL - groups.behaviour_BKL).sum(2) / groups.tokens_BK
     advantage_BK = _standardised(groups.reward_BK)
     surrogate_BK, acts_BK = clipped(bounded_exp(log_ratio_BK), advantage_BK, *ratio_clip)
     return _output(groups, -surrogate_BK, advantage_BK, clip_share=acts_BK.double().mean())
