@@ -10,6 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from tba_hpc.config import ConfigError
+from tba_hpc.learner.file_tokenizer import FileTokenizer
 from tba_hpc.learner.hf_model import load_policy, load_tokenizer, require_one_vocabulary
 
 
@@ -103,8 +104,12 @@ def test_a_chat_template_ends_where_the_answer_begins(tmp_path: Path) -> None:
 
 def test_a_tokenizer_without_chat_template_says_what_to_change(tmp_path: Path) -> None:
     make_tokenizer(128).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"has no chat template: .* set task\.options\.chat=false"):
-        load_tokenizer(str(tmp_path)).encode_chat("12+3")
+    for tokenizer in (load_tokenizer(str(tmp_path)), FileTokenizer.find(str(tmp_path))):
+        assert tokenizer is not None
+        with pytest.raises(ConfigError, match=r"has no chat template: .* with task\.options\.chat=false"):
+            tokenizer.encode_chat("12+3")
+        with pytest.raises(ConfigError, match="has no chat template"):
+            tokenizer.render([{"role": "user", "content": "12+3"}], tools=(), ask=True)
 
 
 @pytest.mark.parametrize("tokens", [127, 128, 129])

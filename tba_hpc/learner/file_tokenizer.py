@@ -26,6 +26,13 @@ NO_END = (
 )
 """Error message for a model whose tokenizer has no end-of-sequence token."""
 
+NO_CHAT = (
+    "the tokenizer of {path} has no chat template: give a model that was tuned for chat, or write a "
+    "chat_template into its tokenizer_config.json; prompts that are texts, not lists of messages, need none "
+    "with task.options.chat=false"
+)
+"""Error message for a chat with a model whose tokenizer has no chat template."""
+
 REFUSES = (
     "the chat template of {path} refuses messages of {roles} ({error}): give another chat_template in its "
     "tokenizer_config.json"
@@ -91,7 +98,11 @@ class FileTokenizer:
         return np.asarray(tokens or self._tokenizer.encode(text).ids, np.int32)
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """Return the tokens, int32 [T], of the message ``text`` alone, without the chat template."""
+        """Return the tokens, int32 [T], of the message ``text`` alone, without the chat template.
+
+        Raises ConfigError if the model has no chat template.
+        """
+        self._require_template()
         return self.encode(text)
 
     def render(
@@ -99,9 +110,10 @@ class FileTokenizer:
     ) -> str:
         """Return the text of a conversation; see ``ports.ChatTokenizer``.
 
-        If there is no chat template, or if transformers is not installed, the messages' texts are only
-        joined. Raises ConfigError if the template refuses the messages.
+        If transformers is not installed, the messages' texts are only joined. Raises ConfigError if the model
+        has no chat template, or if the template refuses the messages.
         """
+        self._require_template()
         if not self.has_chat:
             return "".join(message["content"] for message in messages)
         from transformers.utils.chat_template_utils import render_jinja_template  # takes seconds
@@ -119,6 +131,10 @@ class FileTokenizer:
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(REFUSES.format(path=self._model, roles=roles, error=error)) from None
         return str(rendered)
+
+    def _require_template(self) -> None:
+        if self._template is None:
+            raise ConfigError(NO_CHAT.format(path=self._model))
 
     @property
     def has_chat(self) -> bool:

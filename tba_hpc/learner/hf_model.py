@@ -41,7 +41,7 @@ from tba_hpc.core.model_shapes import CHUNK_BYTES
 from tba_hpc.core.packing import Layout, Packed
 from tba_hpc.core.ports import Message
 from tba_hpc.core.wording import first_few
-from tba_hpc.learner.file_tokenizer import NO_END, REFUSES, FileTokenizer
+from tba_hpc.learner.file_tokenizer import NO_CHAT, NO_END, REFUSES, FileTokenizer
 from tba_hpc.learner.shared_prompts import ATTENTION, NO_MASK, gather
 
 log = logging.getLogger(__name__)
@@ -97,10 +97,7 @@ class HfTokenizer:
         Raises ConfigError if there is no chat template, or if it refuses the messages.
         """
         if self._tokenizer.chat_template is None:
-            raise ConfigError(
-                f"the tokenizer of {self._tokenizer.name_or_path} has no chat template: "
-                "give a model that was tuned for chat, or set task.options.chat=false"
-            )
+            raise ConfigError(NO_CHAT.format(path=self._tokenizer.name_or_path))
         try:
             return str(
                 self._tokenizer.apply_chat_template(

@@ -218,9 +218,9 @@ class RunDir:
 
     @property
     def came_to_nothing(self) -> bool:
-        """True if no start has produced a shard, checkpoint, reference, evaluation or trainer metrics."""
+        """True if no start has produced a shard, checkpoint, reference or evaluation, or taken a step."""
         made = (self.shards, self.checkpoints, self.references, self.evaluations)
-        return not self.metrics_file("trainer").exists() and not any(
+        return not self.has_learned and not any(
             path for folder in made for path in folder.glob("**/[!.]*") if path.is_file()
         )
 
@@ -302,8 +302,14 @@ class RunDir:
         self._freeze(config)
 
     def _freeze(self, config: Config) -> None:
-        """Write the frozen config; first copy the previous one, if there is one, to the history."""
-        if self.config_file.exists() and not self.came_to_nothing:
+        """Write the frozen config; first copy the previous one, if there is one, to the history.
+
+        If the run has produced nothing, the digests of its prompts and model are deleted instead, since the
+        new config may name others.
+        """
+        if self.came_to_nothing:
+            shutil.rmtree(self.inputs, ignore_errors=True)
+        elif self.config_file.exists():
             self._keep(self.config(), config)
         text = dump_config(config)
         write_atomic(self.config_file, f"{CONFIG_HEADER}{_checksum(text)}\n{text}")
