@@ -197,6 +197,8 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
             "unknown config key 'delta': TRL's delta has no counterpart here, and docs/coming-from",
         ),
         ("resume_from_checkpoint=true", "TRL's resume_from_checkpoint is `tba run RUN` here"),
+        ("peft_config.r=8", "TRL's peft_config is model.lora here, and docs/coming-from.md says what"),
+        ("eval_strategy=steps", "TRL's eval_strategy is evaluate.every here"),
         ("ref_model_mixup_alpha=0.6", "TRL's ref_model_mixup_alpha has no counterpart here"),
         ("model.lora_r=8", "unknown config key 'model.lora_r': TRL's lora_r is model.lora.rank here"),
         ("warmup_ratio=0.1", "TRL's warmup_ratio is train.learning_rate.warmup_steps here"),
