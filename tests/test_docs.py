@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import make_docs
 import pytest
@@ -121,6 +122,12 @@ def test_keys_that_the_documents_name_are_there() -> None:
                 assert named in keys or named.startswith(free), f"{page.name} names {named}"
 
 
+def _carried_over() -> list[dict[str, Any]]:
+    """Return the blocks of YAML with which the page carries a script of TRL over."""
+    page = (REPOSITORY / "docs/coming-from.md").read_text()
+    return [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+
+
 def test_the_script_that_is_carried_over_is_a_config_without_bias() -> None:
     page = (REPOSITORY / "docs/coming-from.md").read_text()
     script = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
@@ -136,14 +143,33 @@ def test_the_script_that_is_carried_over_is_a_config_without_bias() -> None:
 
 
 def test_dr_grpo_that_is_carried_over_is_on_policy_and_uses_all_that_it_samples() -> None:
-    page = (REPOSITORY / "docs/coming-from.md").read_text()
-    script, sections = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    script, sections, _ = _carried_over()
     config = parse_config({**script, **sections})
     assert config.on_policy and (config.train.objective.name, config.train.normaliser) == (
         "dr_grpo",
         "max_tokens",
     )
     assert [*check_unused(Facts(config=config))] == []
+
+
+def test_trajectory_balance_that_is_carried_over_samples_more_than_it_draws_and_bounds_the_age() -> None:
+    script, _, sections = _carried_over()
+    del script["buffer"]  # as the page says
+    config = parse_config({**script, **sections})
+    assert config.train.objective.name == "trajectory_balance" and config.exchange.max_staleness == 20
+    assert config.generator.completions_per_prompt > config.train.completions_per_prompt
+    assert [*check_unused(Facts(config=config))] == []
+
+
+def test_conversational_rewards_of_trl_get_messages_from_the_wrapper() -> None:
+    page = (REPOSITORY / "docs/coming-from.md").read_text()
+    wrapper, line = re.findall(r"```python\n(?=# my_rewards|    )(.*?)```", page, re.DOTALL)
+    told = wrapper.replace("from theirs import reward_func\n", "").replace("    n =", f"{line}    n =")
+    names: dict[str, Any] = {
+        "reward_func": lambda prompts, completions, answer: [one[0]["content"] for one in completions]
+    }
+    exec(told, names)
+    assert names["right"](["a", "b"], prompt="x", answer="y") == ["a", "b"]
 
 
 def test_keys_of_other_systems_lead_to_ours() -> None:
