@@ -57,6 +57,7 @@ def keyed(completions, prompt): return {i: 1.0 for i in range(len(completions))}
 def mixed(completions, prompt): return {float(i) for i in range(len(completions))}
 def paired(completions, tests, **kwargs): return [float(a == b) for a, b in zip(completions, tests)]
 def sharing(completions, prompt, tests): return [len({*one} & {*prompt}) / sum(tests) for one in completions]
+def strict(completions): raise ValueError("odd")
 def whole(completions, tests): return [1.0 if len(tests) == 9 else None for _ in completions]
 def take(completions, tests): return [takes(completion, tests) for completion in completions]
 def logs(completions, answer, log_extra, **kwargs): return [0.0 for _ in completions]
@@ -668,6 +669,10 @@ def test_a_function_written_for_trl_is_named_before_the_start(
     for name in ("placed", "chatty"):
         make(own, f"own_rewards:{name}").try_rewards()
         assert f"own_rewards:{name} raised IndexError: string index out of range" in caplog.text
+    make(own, "own_rewards:strict").try_rewards()
+    assert (
+        "strict raised ValueError: odd" in caplog.text and "on empty completions: if it raises" in caplog.text
+    )
     assert caplog.text.count("on empty completions: the argument completions is a list of texts, and") == 2
 
 

@@ -51,6 +51,9 @@ ONE_ROW = (
 )
 """Explanation for functions written for TRL, where the other arguments are lists."""
 
+OF_ANOTHER_SHAPE = (TypeError, LookupError, AttributeError)
+"""Exceptions of functions that take a text for messages, or a value for a list with one per completion."""
+
 GIVE = "give a number for each completion"
 """Remedy for functions that return something else."""
 
@@ -149,7 +152,7 @@ class Function:
         if isinstance(error, FileNotFoundError):
             log.warning("%s %s on an empty completion: %s", self.key, raised_at(error), OF_A_FILE)
         elif error and not isinstance(error, NoNumberError):
-            what = ONE_ROW if self._together else ONE_GROUP
+            what = ONE_ROW if self._together and isinstance(error, OF_ANOTHER_SHAPE) else ONE_GROUP
             log.warning("%s %s on empty completions: %s", self.key, raised_at(error), what)
         if self._together and longest >= several and error is None and not where:
             cut = {
