@@ -457,9 +457,8 @@ def test_the_panel_shows_every_value_at_any_width(run: RunDir, width: int) -> No
     console.print(panel(monitor))
     shown = console.file.getvalue()
     assert all(value in shown for value in cells(monitor).values())
-    lasting = [
-        facts(monitor, run_state(monitor))[title] for title in ("attempt", "trainers", "searchers", "faults")
-    ]
+    told = facts(monitor, run_state(monitor))
+    lasting = [told[title] for title in ("attempt", "trainers", "searchers", "faults", "ETTR")]
     assert all(word in shown for value in lasting for word in value.split())
     assert max(map(len, shown.splitlines())) <= width
 
@@ -474,6 +473,7 @@ def test_once_prints_a_line_per_value_unbroken(run: RunDir) -> None:
         lines["attempt"] == "attempt-001, 1 trainer + 2 searcher ranks" and lines["job"] == "7, restarts: 0"
     )
     assert lines["trainers"] == "RUNNING node1, 9:00 left" == lines["searchers"]
+    assert lines["ETTR"].endswith("% of the time, waits included") and "ETTR" not in plain_line(look(run))
     assert lines["checkpoint"].startswith("step 3, 1:0") and lines["faults"] == "1 × ranks failed"
 
 

@@ -69,7 +69,6 @@ def cells(monitor: RunMonitor) -> dict[str, str]:
         "loss": _show(number(latest, "train/loss"), "{:.4f}"),
         "staleness": _show(number(latest, "staleness/mean"), "{:.1f}"),
         "trainer wait": _show(number(latest, "train/wait_share"), "{:.1%}"),
-        "ETTR": _show(monitor.ettr, "{:.1%} of the time, waits included"),
         "buffer": _show(number(latest, "buffer/size"), "{:,.0f}"),
         "tokens/s": _rates(monitor.rates),
     }
@@ -107,7 +106,7 @@ def _rates(rates: Sequence[float]) -> str:
 
 
 def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
-    """Return texts by title: ranks and their nodes, the last checkpoint, faults, and what to do next."""
+    """Return texts by title: ranks and their nodes, checkpoint, useful time, faults, and what to do next."""
     attempt, job, trainer = monitor.attempt, job_of(monitor), monitor.trainer
     age, silence, trends = monitor.checkpoint_age, monitor.silence, monitor.trends
     step = number(trainer.checkpoint, "step", 0)
@@ -121,6 +120,7 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         "job": f"{job[0]['job']}{restarts}" if job else "",
         **{ROLES.get(component["id"].partition("+")[2], "ranks"): _component(component) for component in job},
         "elastic": " · ".join(_elastic(monitor, *one) for one in monitor.elastic.items()),
+        "ETTR": "" if monitor.ettr is None else f"{percent(monitor.ettr)} of the time, waits included",
         "checkpoint": f"step {step:.0f}, {duration(age)} ago" if age is not None else "",
         "postponed": f"{no_room}{trainer.postponed.get('fault')}" if trainer.postponed else "",
         "damaged": ", ".join(f"{one.get('checkpoint')}: {one.get('fault')}" for one in trainer.damaged),
