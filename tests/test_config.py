@@ -228,6 +228,15 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
             "unknown config key 'trainer': verl's trainer.total_epochs is train.steps",
         ),
         ("trainer.optim.lr=1e-6", "'trainer': prime-rl's trainer.optim.lr is train.learning_rate.peak here"),
+        (
+            "track=tensorboard",
+            "'track' has the value 'tensorboard', but is a section: set track.tensorboard=true",
+        ),
+        ("track=wandb", "'track' has the value 'wandb', but is a section: set track.wandb=…"),
+        (
+            "model.lora=8",
+            "'model.lora' has the value 8, but is a section: set model.lora.KEY, where KEY is one",
+        ),
         ("train.steps=many", "config key 'train.steps' has the value 'many', but input should be a valid"),
         ("train.steps=0", "config key 'train.steps' has the value 0, but input should be greater than"),
         ("train.steps.more=1", "config key 'train.steps' has the value"),

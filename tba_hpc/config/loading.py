@@ -175,6 +175,8 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
         )
     rule = problem["msg"][0].lower() + problem["msg"][1:]
     field = section.model_fields.get(names[-1]) if section else None
+    if problem["type"] == "model_type" and field and (below := _section(field.annotation)):
+        rule = f"is a section: {_key_below(key, below, problem['input'])}"
     if problem["type"] == "string_pattern_mismatch":
         rule = _form(field)
     if problem["type"] == "string_type" and isinstance(problem["input"], int | float):
@@ -188,6 +190,13 @@ def _meant(given: str, valid: Sequence[str]) -> str:
     if not close and given in OBJECTIVES_ELSEWHERE:
         return f": {OBJECTIVES_ELSEWHERE[given]}"
     return f": did you mean {close[0]!r}?" if close else ""
+
+
+def _key_below(key: str, section: type[BaseModel], given: object) -> str:
+    """Return the end of an error about a value given for a section: the key that is meant, or all keys."""
+    if not isinstance(given, str) or given not in section.model_fields:
+        return f"set {key}.KEY, where KEY is one of {', '.join(section.model_fields)}"
+    return f"set {key}.{given}={'true' if section.model_fields[given].annotation is bool else '…'}"
 
 
 def _form(field: FieldInfo | None) -> str:
