@@ -480,7 +480,9 @@ class CheckpointSection(Section):
 
 class EvaluateSection(Section):
     every: MayChange[Count] = 50
-    """Number of optimizer steps between evaluations on the validation split."""
+    """Minimum number of optimizer steps between evaluations on the validation split. An evaluation scores
+    the next weights that are published. One that is due while another runs waits for it; if several are,
+    some of them are left out."""
     validation_prompts: MayChange[int] = Field(128, ge=0)
     """Number of prompts of the validation split that are evaluated; 0: none."""
     test_prompts: MayChange[Count | None] = None
