@@ -17,6 +17,7 @@ from tba_hpc.commands.compare import (
     compare,
     config_rows,
     print_comparison,
+    score_rows,
     values,
     write_comparison,
 )
@@ -89,6 +90,9 @@ def test_scores_have_intervals_and_the_difference_to_the_first(runs: list[RunDir
     assert second.gain == difference(wilson(50, 100), wilson(85, 100))
     found = values([first, second])
     assert found["runs"][second.name]["gain"]["value"] == pytest.approx(-0.35)
+    rows = [list(row.values()) for row in score_rows([first, second])][:3]
+    assert [name for name, *_ in rows] == ["pass@1 before", "pass@1 after", "pass@1 after, minus the first"]
+    assert rows[2][1] == "–" and rows[2][2].startswith("−35.0 points (")
 
 
 def test_scores_of_different_rewards_have_no_difference(runs: list[RunDir]) -> None:

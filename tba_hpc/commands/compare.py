@@ -123,7 +123,9 @@ def share_reference(runs: Sequence[Compared]) -> bool:
 def _figures(run: Compared) -> dict[str, str]:
     rows = {name: cell_text(value) for name, value in summary_rows(run.summary).items()}
     rows["optimizer steps"] += "" if run.summary.finished else ", unfinished"
-    return {**rows, "difference to the first": _difference(run)}
+    before, after = (f"{run.summary.score_name} {when}" for when in ("before", "after"))
+    scores = {before: rows[before], after: rows[after], f"{after}, minus the first": _difference(run)}
+    return {**scores, **rows}
 
 
 def _difference(run: Compared) -> str:
