@@ -364,6 +364,42 @@ def test_graded_rewards_lead_with_their_mean(run: RunDir, capsys: pytest.Capture
     assert "reward 0.75" in page_ and "✗ wrong" not in page_
 
 
+def test_the_share_of_correct_answers_is_beside_a_mean_reward(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Correct are 2 of 8 answers, and then 5."""
+    write(run.metrics_file("trainer"), [step(1, 5.0, loss=1.0)])
+    evaluate(run, "test", 0, (1, 1), 4, rewards=(0.2, 0.3, 0.2, 1.0))
+    evaluate(run, "test", 10, (3, 2), 4, rewards=(0.6, 0.8, 1.0, 1.0))
+    print_summary(run, summarise(run))
+    assert re.search(r"correct answers +25.0 % → 62.5 %", capsys.readouterr().out)
+    assert "; correct answers: 25.0 % → 62.5 %" in written(run)
+
+
+@pytest.mark.parametrize(
+    ("names", "shown", "note"),
+    [
+        (("right",), None, ""),
+        (("short", "right"), ("right", "short"), "without weights"),
+        (("b_is_the_second", "a", "c", "d", "e"), ("a", "b_is_the_sec", "c", "d"), "without weights; 4 of 5"),
+    ],
+)
+def test_rewards_with_names_are_lines_of_one_plot(
+    run: RunDir, names: tuple[str, ...], shown: tuple[str, ...] | None, note: str
+) -> None:
+    write(run.metrics_file("trainer"), [step(s, 10.0 * s, loss=1.0) for s in (1, 2)])
+    for searcher in (0, 1):
+        rewards = {f"reward/{name}": 0.5 + searcher for name in names}
+        write(run.metrics_file("searcher", searcher), [search(5.0, 10, 100, version=1, **rewards)])
+    data = RunData.read(run)
+    assert data.trends.latest(f"search/reward/{names[0]}") == 1.0  # of as many completions of each searcher
+    found = next((plot for plot in plots.plots(data) if plot.title == "Rewards by name"), None)
+    assert (found is not None) is (shown is not None)
+    if found and shown:
+        assert found.note.endswith(note)
+        assert all(f">{name}</text>" in found.svg for name in shown) and ">e</text>" not in found.svg
+
+
 @pytest.mark.parametrize(("after", "verdict"), [(41, ""), (45, "good"), (40, "bad")])
 def test_only_a_change_that_can_be_seen_is_good_or_bad(run: RunDir, after: int, verdict: str) -> None:
     """Before: 82 of 100 answers are right."""

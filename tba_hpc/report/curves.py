@@ -32,6 +32,9 @@ FRESH_CURVES = tuple(name for name in CURVES if name.startswith("search/"))
 NEWEST_STEPS = 120
 """Number of newest steps of which ``Trends.rewarded`` keeps every value; an alert looks back this far."""
 
+NAMED = "search/reward/"
+"""Beginning of the names of the metrics of a task's named rewards."""
+
 OF_TIME = frozenset(
     f"search/{name}"
     for name in (
@@ -201,6 +204,9 @@ class Trends:
         self.graded |= not 0 <= reward <= 1 or not math.isclose(reward * count, round(reward * count))
         for name in FRESH_CURVES:
             self._follow(name, record, step, 1.0 if name in OF_TIME else count)
+        for name in (name for name in record if name.startswith(NAMED)):
+            self.curves.setdefault(name, Curve(latest_weight=LATEST_COMPLETIONS))
+            self._follow(name, record, step, count)
 
     def _follow(self, name: str, record: Record, step: int, weight: float) -> None:
         value = number(record, name)
@@ -210,7 +216,7 @@ class Trends:
     def add(self, other: Trends) -> None:
         """Add the curves and counts of a searcher's records."""
         for name, curve in other.curves.items():
-            self.curves[name].add(curve)
+            self.curves.setdefault(name, Curve(latest_weight=LATEST_COMPLETIONS)).add(curve)
         self.trajectories += other.trajectories
         self.rejected += other.rejected
         self.rejected_before += other.rejected_before

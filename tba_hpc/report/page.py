@@ -17,7 +17,14 @@ from tba_hpc.report.attempts import KILLED, Attempt, fault_words
 from tba_hpc.report.data import RunData
 from tba_hpc.report.digest import Stretch
 from tba_hpc.report.plots import plots
-from tba_hpc.report.summary import Summary, right_and_ended, summary_of, write_summary
+from tba_hpc.report.summary import (
+    CORRECT,
+    Summary,
+    correct_answers,
+    right_and_ended,
+    summary_of,
+    write_summary,
+)
 from tba_hpc.report.tables import NOTHING
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, Evaluation
@@ -167,8 +174,10 @@ def _score_tile(data: RunData, summary: Summary) -> Tile:
         gain = f"{by:+.3f}" if data.graded else f"{100 * by:+.1f} points"
         verdict = "good" if by > 0 else "bad" if by < 0 else ""
         gain += f"; after: {data.show(after.low)} … {data.show(after.high)} (95 % interval)"
-    if ended := right_and_ended(summary):
-        gain = "; ".join(filter(None, [gain, f"{RIGHT_AND_ENDED}: {ended}"]))
+    beside = {CORRECT: correct_answers(summary), RIGHT_AND_ENDED: right_and_ended(summary)}
+    gain = "; ".join(
+        filter(None, [gain, *(f"{name}: {shares}" for name, shares in beside.items() if shares)])
+    )
     greedy = f"greedy, {summary.test_prompts or 0:,} held-out prompts"
     return Tile(
         f"{summary.score_name} before → after{at}",

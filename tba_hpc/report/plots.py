@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tba_hpc.core.types import Split
 from tba_hpc.core.wording import printable
-from tba_hpc.report.curves import Curve
+from tba_hpc.report.curves import NAMED, Curve
 from tba_hpc.report.data import MANY_SEARCHERS, RunData
 from tba_hpc.report.summary import policy_name, reference_of, same_reference
 
@@ -92,10 +92,26 @@ def plots(data: RunData) -> list[Plot]:
     drawn = (
         _plot(printable(data.score_name), "greedy", _score, data),
         _plot("Score and distance", "a point per evaluation", _pareto, data),
-        *(_plot(figure.title, figure.note, _lines, data, figure) for figure in FIGURES),
+        *(_plot(figure.title, figure.note, _lines, data, figure) for figure in _figures(data)),
         _plot("Searchers", "tokens per second, by minute of the run", _throughput, data),
     )
     return [plot for plot in drawn if plot]
+
+
+def _figures(data: RunData) -> list[Lines]:
+    """Return FIGURES and, after the first, one of the task's rewards by name, if there are several.
+
+    It has the first four of them.
+    """
+    names = sorted(name for name in data.trends.curves if name.startswith(NAMED))
+    if len(names) < 2:
+        return [*FIGURES]
+    shown = names[:4]
+    room = 48 // len(shown)  # characters of a name in the legend
+    lines = [(name, COLOURS[run_line(i)[0]], name.removeprefix(NAMED)[:room]) for i, name in enumerate(shown)]
+    left_out = f"; {len(shown)} of {len(names)}" if len(names) > len(shown) else ""
+    note = f"mean per fresh completion, without weights{left_out}"
+    return [FIGURES[0], Lines("Rewards by name", note, lines), *FIGURES[1:]]
 
 
 def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:  # ranks do without rich
     from tba_hpc.report.tables import Cell
 
 
+CORRECT = "correct answers"
+"""Name of the share of correct answers, where the score is the mean reward."""
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """Results of a run, None where not measured. Scores and perplexities are of the held-out test split.
@@ -183,6 +187,7 @@ def summary_rows(summary: Summary) -> dict[str, Cell]:
     return {
         f"{name} before": score_words(summary, summary.score_before, summary.unjudged_before),
         f"{name} after": f"{after}, at step {summary.evaluated_step}" if summary.is_ahead else after,
+        **({CORRECT: correct} if (correct := correct_answers(summary)) else {}),
         "held-out prompts": summary.test_prompts,
         "perplexity before": summary.perplexity_before,
         "perplexity after": summary.perplexity_after,
@@ -258,6 +263,13 @@ def right_and_ended(summary: Summary) -> str | None:
     if not summary.test_prompts or ended == (summary.pass_at_1_before, summary.pass_at_1_after):
         return None
     return " → ".join(percent(share) for share in ended if share is not None)
+
+
+def correct_answers(summary: Summary) -> str | None:
+    """Format the shares of correct answers before and after training; None if these are the score or 0."""
+    shares = [share for share in (summary.pass_at_1_before, summary.pass_at_1_after) if share is not None]
+    beside = summary.score_name == MEAN_REWARD and any(shares)
+    return " → ".join(map(percent, shares)) if beside else None
 
 
 def score_words(summary: Summary, score: Estimate | None, unjudged: int) -> str | None:
