@@ -204,7 +204,7 @@ class Trends:
         self.graded |= not 0 <= reward <= 1 or not math.isclose(reward * count, round(reward * count))
         for name in FRESH_CURVES:
             self._follow(name, record, step, 1.0 if name in OF_TIME else count)
-        for name in (name for name in record if name.startswith(NAMED)):
+        for name in (name for name in record if name.startswith(NAMED) and name.isprintable()):
             self.curves.setdefault(name, Curve(latest_weight=LATEST_COMPLETIONS))
             self._follow(name, record, step, count)
 
