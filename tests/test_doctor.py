@@ -381,6 +381,14 @@ def test_what_a_partition_refuses_is_found_before_the_queue(
     _says(slurm_checks.check_partitions(_facts(_asked(partition), site)), level, *words)
 
 
+def test_a_remedy_names_the_option_that_was_given() -> None:
+    facts = replace(_facts(_asked({"MaxTime": "10:00"}), Site(time="20")), given={"time": "--time "})
+    _says(slurm_checks.check_partitions(facts), "problem", "give --time 10:00 or less, or choose another")
+    split = plan(parse_config({"model": {"path": "none"}}), Site(), 4, homogeneous=True)
+    facts = replace(_facts(site=Site()), split=split, given={"partition": "--sbatch partition="})
+    _says(slurm_checks.check_nodes(facts), "problem", "fewer --nodes, or change --sbatch partition")
+
+
 @pytest.mark.parametrize(
     ("nodes", "homogeneous", "site", "words"),
     [

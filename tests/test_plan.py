@@ -14,6 +14,7 @@ from tba_hpc.launch.plan import (
     load_site,
     plan,
     refuse_rank_overrides,
+    requested,
     slurm_seconds,
 )
 
@@ -264,6 +265,19 @@ def test_a_wrong_site_is_one_sentence(tmp_path: Path, text: str, words: str) -> 
 def test_times_are_read_as_slurm_reads_them(time: str, seconds: float) -> None:
     """``man sbatch``: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, …"""
     assert slurm_seconds(time) == seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        (["--partition=low"], {"partition": "low"}),
+        (["--partition low", "-pmain"], {"partition": "main"}),
+        (["-t 0:20:00", "-q long", "-A me"], {"time": "0:20:00", "qos": "long", "account": "me"}),
+        (["--time-min=60", "--time=UNLIMITED", "--exclude=n1", "--partition"], {}),
+    ],
+)
+def test_options_of_sbatch_are_read_as_sbatch_reads_them(options: list[str], keys: dict[str, str]) -> None:
+    assert requested(options) == keys
 
 
 def test_a_missing_site_is_named_and_so_are_those_there_are(tmp_path: Path) -> None:

@@ -116,6 +116,27 @@ def test_options_of_sbatch_and_a_chain_are_those_of_the_site(tmp_path: Path) -> 
             sbatch_options([bad])
 
 
+def test_options_of_sbatch_that_are_site_keys_change_what_is_checked_and_submitted(tmp_path: Path) -> None:
+    file = tmp_path / "site.yaml"
+    file.write_text(
+        "{partition: one, qos: q, time: '0:30:00', sbatch_options: [-A me, -x n1], "
+        "trainer: {partition: big, qos: t}, searcher: {partition: small}}"
+    )
+    asked = replace(SUBMISSION, site=file, time="0:40:00", options=["--partition=main", "--time-min=60"])
+    site = asked.load_site()
+    assert (site.partition, site.time, site.account) == ("main", "0:40:00", "me")
+    assert site.sbatch_options == ("-x n1", "--time-min=60")
+    assert (site.trainer.partition, site.searcher.partition, site.trainer.qos) == (None, None, "t")
+    assert asked.given == {"time": "--time ", "partition": "--sbatch partition="}
+    text = script(replace(asked, config=Path("quickstart"), run_root=tmp_path))
+    assert text.count("#SBATCH --partition=main\n") == 2 and text.count("partition=") == 2
+    assert replace(asked, options=["--time=0:50:00"]).load_site().time == "0:50:00"
+    left = replace(asked, options=["--time=UNLIMITED"]).load_site()
+    assert left.time == "0:40:00" and left.sbatch_options[-1] == "--time=UNLIMITED", "sbatch's own word"
+    with pytest.raises(ConfigError, match=r"leaves no time to train in a job of time=0:05:00"):
+        replace(asked, options=["--time=0:05:00"]).load_site()
+
+
 def test_a_wall_time_that_is_none_is_the_options_fault() -> None:
     for bad in ("1d", "24h", "1:2:3:4"):
         with pytest.raises(

@@ -139,6 +139,8 @@ class Facts:
     """Fields of a job that Slurm has accepted, as ``scontrol show job`` names them."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """Environment variables of the ranks."""
+    given: Mapping[str, str] = field(default_factory=dict)
+    """Options of the command line that set site keys, by key; each ends where its value follows."""
     fetched_by: str = ""
     """Command that downloads the ranks' models and data."""
     beside: Path | None = None

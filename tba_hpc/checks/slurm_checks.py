@@ -146,7 +146,10 @@ def check_partitions(facts: Facts) -> Iterator[Finding]:
             yield warning("partition", found, "wait, or choose another partition")
         elif site.seconds > slurm_seconds(longest):
             found = f"time: {site.time} is more than MaxTime={longest} of partition {name}"
-            remedy = f"set time: {longest} in the site file, or choose another partition"
+            shorter = f"set time: {longest} in the site file"
+            if "time" in facts.given:
+                shorter = f"give {facts.given['time']}{longest} or less"
+            remedy = f"{shorter}, or choose another partition"
             yield problem("partition", f"{found}; jobs would wait for ever", remedy)
         elif most.isdigit() and mebibytes(site.memory or "0") > int(most):
             found = f"memory: {site.memory} is more than MaxMemPerNode={most} (MiB) of partition {name}"
@@ -173,7 +176,8 @@ def check_nodes(facts: Facts) -> Iterator[Finding]:
             most = asked.partitions[name].get(key, "")
             if most.isdigit() and nodes > int(most):
                 found = f"the job needs {nodes} nodes of partition {name}, which has {key}={most}"
-                remedy = "ask for fewer --nodes, or change the site key partition"
+                where = facts.given.get("partition", "the site key partition").rstrip("= ")
+                remedy = f"ask for fewer --nodes, or change {where}"
                 yield problem("nodes", f"{found}; the job would stay queued for ever", remedy)
 
 

@@ -26,6 +26,7 @@ from tba_hpc.launch.plan import (
     load_site,
     plan,
     refuse_rank_overrides,
+    requested,
 )
 from tba_hpc.launch.sbatch import batch_script, job_of
 from tba_hpc.run import modules, slurm_queue
@@ -74,6 +75,12 @@ class Submission:
         return shlex.join(["tba", "fetch", str(self.config), "--site", str(self.site), *settings])
 
     @property
+    def given(self) -> dict[str, str]:
+        """Options of this command that set site keys, by key; each ends where its value follows."""
+        time = {"time": "--time "} if self.time else {}
+        return time | {key: f"--sbatch {key}=" for key in requested(self.options)}
+
+    @property
     def beside(self) -> Path:
         """Folder with the user's code that the config names."""
         return modules.folder_of(self.config)
@@ -84,11 +91,10 @@ class Submission:
             examples = " or ".join(WALL_TIMES)
             raise ConfigError(f"--time {self.time} is no wall time: give for example {examples}")
         time = {"time": self.time} if self.time else {}
-        site = load_site(self.site, **time)
+        site = load_site(self.site, self.options, **time)
         if self.here:
-            site = load_site(self.site, **time, **_given(site))
-        options, again = (*site.sbatch_options, *self.options), site.requeue and self.chain == 1
-        changes: dict[str, object] = {"sbatch_options": options, "requeue": again}
+            site = load_site(self.site, self.options, **time, **_of_this_job(site))
+        changes: dict[str, object] = {"requeue": site.requeue and self.chain == 1}
         if self.here:
             changes["signal_seconds"] = min(site.signal_seconds, HEADER_SIGNAL)
         if self.here and site.gpus_per_node:
@@ -111,7 +117,7 @@ class Submission:
         return load_anchored(path, [*overrides, *split.overrides]), split
 
 
-def _given(site: Site) -> dict[str, object]:
+def _of_this_job(site: Site) -> dict[str, object]:
     """Return the site keys that the nodes of this Slurm job determine.
 
     If the site has ``gpus_per_node: 0``, that stays, so that no rank gets a GPU.

@@ -165,6 +165,7 @@ def _facts(config: Config, split: Plan | None, site: Site, submission: Submissio
         partitions=asked.used(site) if split else (searchers,) if searchers else (),
         library=find_library(site)[0] if split else None,
         environment=job_environment(site),
+        given=submission.given,
         fetched_by=submission.fetched_by,
         beside=submission.beside,
         seconds=CHECK_SECONDS,

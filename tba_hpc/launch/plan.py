@@ -34,6 +34,9 @@ NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 WALL_TIME, WALL_TIMES = r"^(\d+-)?\d+(:\d{2}){0,2}$", ["24:00:00", "1-0"]
 """Pattern of Slurm's wall times, and examples: the same day in two forms."""
 
+REQUESTS = {"partition": "p", "time": "t", "qos": "q", "account": "A"}
+"""Options of sbatch that are site keys, too, with their short forms."""
+
 REQUEUE_SECONDS = 30
 """Seconds before the end of a job that are reserved for its requeue."""
 
@@ -250,16 +253,41 @@ class Site(Section):
         return self
 
 
-def load_site(path: Path, **keys: object) -> Site:
+def load_site(path: Path, options: Sequence[str] = (), **keys: object) -> Site:
     """Read a site file, or a shipped site by its name. ``keys`` override the values of the file.
 
-    Raises ConfigError if the file is missing or a value is wrong.
+    options: further options of sbatch, which override both. Those in REQUESTS become site keys, also if they
+    stand under sbatch_options, so that checks see what the job requests; the others are added to
+    sbatch_options. Raises ConfigError if the file is missing or a value is wrong.
     """
     tree = read_tree(path, "sites")
     try:
-        return Site.model_validate({**tree, **keys})
+        site = Site.model_validate({**tree, **keys})
+        given = site.sbatch_options
+        changed = {**tree, **requested(given), **keys, **requested(options)}
+        changed["sbatch_options"] = [option for option in (*given, *options) if not requested([option])]
+        # As an option of sbatch does, they hold for both roles.
+        both = dict.fromkeys(requested([*given, *options]).keys() & ComponentSite.model_fields.keys())
+        for role in ("trainer", "searcher"):
+            changed[role] = getattr(site, role).model_copy(update=both)
+        return Site.model_validate(changed)
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain(error, Site, noun='site')}") from None
+
+
+def requested(options: Sequence[str]) -> dict[str, str]:
+    """Return the site keys that options of sbatch set. ``--partition=low`` and ``-p low`` set partition.
+
+    The last of several options for the same key counts. A wall time that is no number, such as UNLIMITED, is
+    left to sbatch.
+    """
+    found = {}
+    for option in options:
+        for key, short in REQUESTS.items():
+            match = re.fullmatch(rf"(?:--{key}[=\s]\s*|-{short}\s*)(\S+)", option)
+            if match and (key != "time" or re.search(WALL_TIME, match[1])):
+                found[key] = match[1]
+    return found
 
 
 def slurm_seconds(time: str) -> float:
