@@ -138,6 +138,21 @@ def test_how_a_submitted_run_stands(
     assert found.over == (state in ("created", "gone", "failed", "refused", "stopped", "aborted", "finished"))
 
 
+@pytest.mark.parametrize(
+    ("reason", "never"),
+    [
+        *[("PartitionTimeLimit", True), ("PartitionNodeLimit", True), ("QOSMaxNodePerJobLimit", True)],
+        *[("AssocMaxWallDurationPerJobLimit", True), ("DependencyNeverSatisfied", True)],
+        *[("QOSMaxNodePerUserLimit", False), ("AssocMaxJobsLimit", False), ("Priority", False)],
+        *[("Dependency", False), ("ReqNodeNotAvail", False)],
+    ],
+)
+def test_a_job_that_can_never_start_is_to_be_stopped(run: RunDir, reason: str, never: bool) -> None:
+    found = run_state(look(run, queue("PENDING", reason=reason)))
+    assert found.command == (f"tba stop {run.path}" if never else "")
+    assert found.words.startswith(f"queued ({reason})") and ("will never start" in found.words) == never
+
+
 def test_a_run_that_waits_for_a_reason_yet_unknown_names_none(run: RunDir) -> None:
     assert run_state(look(run, queue("PENDING", reason="None"))).words == "queued"
 

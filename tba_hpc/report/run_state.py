@@ -5,6 +5,7 @@ Reading the state is cheap enough for once a second.
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from collections.abc import Callable
@@ -28,6 +29,12 @@ SILENT_RUN_SECONDS = 600.0
 
 OVER = {"created", "stopped", "aborted", "failed", "refused", "gone", "finished"}
 """States of a run that does nothing more by itself."""
+
+NEVER = re.compile(
+    r"Partition(Time|Node)Limit|(Assoc|QOS)Max\w*Per(Job|Node)|DependencyNeverSatisfied|BadConstraints"
+    r"|Invalid(Account|QOS)"
+)
+"""Pattern of Slurm's reasons for which a job stays in the queue until it, or a limit, is changed."""
 
 QUEUE_SECONDS = 10.0
 """Shortest pause between two queries to Slurm, s."""
@@ -213,15 +220,18 @@ def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
     waiting = next(component for component in job if component["state"] in QUEUED)
     reason, step, events = waiting["reason"], monitor.step, monitor.events
     held = "held" in reason.lower() or "hold" in reason.lower()
-    release = f"scontrol release {waiting['job']}" if held else ""
+    command, why_not = f"scontrol release {waiting['job']}" if held else "", bracketed(reason)
+    if NEVER.match(reason):
+        command = shlex.join(["tba", "stop", str(monitor.run.path)])
+        why_not += ": the job will never start as it was submitted; stop it, and submit it with other options"
     if not _heard_of(monitor, job):
-        return RunState("queued", f"queued{bracketed(reason)}", release)
+        return RunState("queued", f"queued{why_not}", command)
     kinds = {event["event"] for event in events if event["restarts"] == events[-1]["restarts"]}
     why = "nodes unreachable" if "requeue" in kinds else "ended by Slurm (requeued, preempted or a node lost)"
     why = "the ranks were asked to stop, or out of time" if {"stopped", "requeue"} <= kinds else why
     why = "preempted or out of time" if "signal" in kinds else why
     why = "a node drained" if "draining" in kinds else why
-    return RunState("requeued", f"{why}, back in the queue at step {step}{bracketed(reason)}", release)
+    return RunState("requeued", f"{why}, back in the queue at step {step}{why_not}", command)
 
 
 def _heard_of(monitor: RunMonitor, job: list[QueueEntry]) -> bool:
