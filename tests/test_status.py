@@ -15,7 +15,7 @@ import pytest
 from recorded import evaluate, happen, new_run, resumed_run, search, step, write
 from rich.console import Console
 
-from tba_hpc.config import FIRST_ELASTIC, ConfigError
+from tba_hpc.config import FIRST_ELASTIC, ConfigError, parse_config
 from tba_hpc.launch import stop
 from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, run_state
 from tba_hpc.report.status import LiveDisplay, cells, facts, follow, panel, plain_line, print_status
@@ -412,6 +412,42 @@ def test_engines_say_how_far_their_start_is(run: RunDir) -> None:
     happen(run, now + 1, "failed")
     happen(run, now + 2, "start", attempt="attempt-002", trainers=1, searchers=2)
     assert words() == "starting ranks, which import their libraries"
+
+
+def test_a_run_whose_searchers_are_all_elastic_speaks_of_those_present(tmp_path: Path) -> None:
+    """Also of their engines, and of an attempt for which they have not generated anything yet."""
+    launch = {"searchers": 0, "elastic": 2}
+    tree = {"run": {"root": str(tmp_path)}, "model": {"path": "models/<tiny>"}, "launch": launch}
+    run = RunDir.create(parse_config(tree))
+    now, slot = time.time(), run.metrics_file("searcher", FIRST_ELASTIC)
+    happen(run, now - 65, "start", attempt="attempt-001", trainers=1, searchers=0)
+    monitor = look(run)
+
+    def words() -> str:
+        monitor.update()
+        return run_state(monitor).words
+
+    assert words() == "the trainer starts"
+    write(run.metrics_file("trainer"), [{"time": now - 60, "event": "started", "step": 0}])
+    assert words() == "waiting for an elastic searcher"
+    write(slot, [{"time": now - 55, "event": "engine", "stage": "ready"}])
+    assert words() == "waiting for an elastic searcher", "that one was killed"
+    monitor.elastic = {FIRST_ELASTIC: Owner(pid=1, since=now - 50)}
+    assert words() == "starting ranks, which import their libraries"
+    loading = {"time": now - 40, "event": "engine", "stage": "loading the model"}
+    write(slot, [{"time": now - 45, "event": "started"}, loading])
+    assert words().startswith("engines: 0 of 1 ready (loading the model, 4")
+    write(slot, [{"time": now - 35, "event": "engine", "stage": "ready"}])
+    assert words().startswith("engines are up, waiting for the first weights and completions (3")
+    write(slot, [search(now, 5, 9.0)])
+    assert words() == "first completions arrive: evaluating before training"
+    write(run.metrics_file("trainer"), [{"time": now, "event": "checkpoint", "step": 3}])
+    happen(run, now + 1, "failed")
+    happen(run, now + 2, "start", attempt="attempt-002", trainers=1, searchers=0)
+    write(slot, [search(now + 3, 6, 9.0)])
+    assert words() == "the trainer starts (resuming at step 3)"
+    write(run.metrics_file("trainer"), [{"time": now + 4, "event": "resumed", "step": 3}])
+    assert words() == "first completions arrive: training resumes at step 3"
 
 
 def test_faults_of_all_attempts_are_counted(run: RunDir) -> None:

@@ -150,9 +150,25 @@ class RunMonitor(RunData):
 
     @property
     def engines(self) -> dict[int, SearcherDigest]:
-        """Non-elastic searchers of the newest attempt whose engines have reported a stage, by index."""
-        own = {index: digest for index, digest in self.searchers.items() if not is_elastic(index)}
-        return {i: digest for i, digest in own.items() if digest.stage and digest.stage_since >= self._begun}
+        """Searchers whose engines have reported a stage since their start, by index.
+
+        These are the newest attempt's own, or the present ones of a run whose searchers are all elastic.
+        """
+        begun = {index: self._begun for index in self.searchers if not is_elastic(index)}
+        if self.all_elastic:
+            begun = {index: owner.since for index, owner in self.elastic.items() if index in self.searchers}
+        found = {index: self.searchers[index] for index in begun}
+        return {i: digest for i, digest in found.items() if digest.stage and digest.stage_since >= begun[i]}
+
+    @property
+    def all_elastic(self) -> bool:
+        """True if the run has no searchers of its own."""
+        return self.config.launch.searchers == 0
+
+    @property
+    def engines_expected(self) -> int:
+        """Number of engines that are to start."""
+        return len(self.elastic) if self.all_elastic else self.config.launch.searchers
 
     @property
     def resume_command(self) -> str:
@@ -335,7 +351,8 @@ def _resumed_by(monitor: RunMonitor) -> str:
 def _at_work(monitor: RunMonitor) -> RunState:
     """Return the state of a run whose ranks are starting or at work."""
     step, phase, last = monitor.step, monitor.phase, monitor.last_event
-    before = phase in ("", "started", "resumed", "filling") and not any(monitor.rates)
+    arrive = bool(phase) and any(monitor.rates)  # before, elastic searchers may still serve another attempt
+    before = phase in ("", "started", "resumed", "filling") and not arrive
     if last == "signal" and phase not in ("stopped", "finished"):
         return RunState("stopping", "asked to stop: goes on to the next safe point, then writes a checkpoint")
     if before and (words := _engines(monitor)):
@@ -362,10 +379,17 @@ def _at_work(monitor: RunMonitor) -> RunState:
             return RunState("stopping", f"stopped at step {step}, waiting for the ranks to end")
     if last == "allocated":
         return RunState("starting", "checking which nodes answer")
-    if any(monitor.rates):
+    if arrive and phase == "resumed":
+        return RunState("starting", f"first completions arrive: training resumes at step {step}")
+    if arrive:
         return RunState("evaluating", "first completions arrive: evaluating before training")
-    up = len(monitor.engines) == monitor.config.launch.searchers
-    if not up:
+    if monitor.all_elastic and not phase:
+        saved = number(monitor.trainer.checkpoint, "step")
+        where = "" if saved is None else f" (resuming at step {saved:.0f})"
+        return RunState("starting", f"the trainer starts{where}")
+    if monitor.all_elastic and not monitor.elastic:
+        return RunState("starting", "waiting for an elastic searcher")
+    if len(monitor.engines) < monitor.engines_expected:
         return RunState("starting", "starting ranks, which import their libraries")
     what = "the first weights and completions" if phase else "the trainer to load its model"
     since = max((digest.stage_since for digest in monitor.engines.values()), default=time.time())
@@ -380,7 +404,7 @@ def _engines(monitor: RunMonitor) -> str:
     ready = len(monitor.engines) - len(waiting)
     first = min(waiting, key=lambda digest: digest.stage_since)
     seconds = _seconds_since(first.stage_since)
-    return f"engines: {ready} of {monitor.config.launch.searchers} ready ({first.stage}, {seconds})"
+    return f"engines: {ready} of {monitor.engines_expected} ready ({first.stage}, {seconds})"
 
 
 def _seconds_since(moment: float) -> str:
