@@ -382,7 +382,7 @@ def logs(
     run: RunPath,
     rank: Annotated[
         str | None,
-        typer.Option(help="Show one log: trainer-0, searcher-3, mpiexec, or batch; default: all."),
+        typer.Option(help="Show one log: trainer-0, searcher-3, mpiexec, batch or elastic; default: all."),
     ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Show new lines, also after requeues, until the run ends.")

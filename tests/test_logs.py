@@ -49,12 +49,21 @@ def test_one_rank_of_one_attempt_is_shown_and_what_is_not_there_refused(
     assert log_files(run, "batch", None) == [run.path / "slurm/job-2.log"]
     refusals = {
         ("searcher-7", None): "has no log of searcher-7 yet; there are: job-2, searcher-0003, trainer-0000",
-        ("worker-0", None): "--rank worker-0 is no rank: give trainer-0, searcher-3, mpiexec, or batch",
+        ("worker-0", None): "--rank worker-0 is no rank: give trainer-0, .*, batch or elastic",
         (None, 9): "--attempt 9 has no logs in .*; available: 001, 002",
     }
     for (rank, attempt), words in refusals.items():
         with pytest.raises(ConfigError, match=words):
             show_logs(run, rank, attempt, lines=1, follow=False)
+
+
+def test_logs_of_elastic_searchers_are_among_all(run: RunDir) -> None:
+    logs = [run.path / f"slurm/searchers-7_{index}.log" for index in (0, 1)]
+    for log in logs:
+        log.write_text("joined\n")
+    assert log_files(run, None, None)[:3] == [run.path / "slurm/job-2.log", *logs]
+    assert log_files(run, "elastic", None) == logs
+    assert not {*logs} & {*log_files(run, None, 1)}, "of that start alone"
 
 
 def test_a_line_is_shown_as_a_terminal_would_and_commands_nothing(

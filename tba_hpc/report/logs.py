@@ -22,26 +22,30 @@ MOST_BYTES = 1 << 22
 BATCH = "batch"
 """Value of ``--rank`` that selects the batch script's log."""
 
+ELASTIC = "elastic"
+"""Value of ``--rank`` that selects the logs of elastic searchers' jobs."""
+
 RANK = re.compile(r"(trainer|searcher)-(\d+)")
 
 
 def log_files(run: RunDir, rank: str | None, attempt: int | None) -> list[Path]:
-    """List the requested logs that exist: the newest batch script's, then the ranks'.
+    """List the requested logs that exist: the newest batch script's, the elastic searchers', then the ranks'.
 
-    rank: ``trainer-0``, ``searcher-3``, ``mpiexec`` or ``batch``; None for all, with the batch
-    script's only if ``attempt`` is None. attempt: number of an attempt; None for the newest. Links that lead
+    rank: ``trainer-0``, ``searcher-3``, ``mpiexec``, ``batch`` or ``elastic``; None for all, with those of
+    jobs only if ``attempt`` is None. attempt: number of an attempt; None for the newest. Links that lead
     out of the run are left out. Raises ConfigError if ``rank`` is no such name or the attempt has no logs.
     """
     scripts = sorted((run.path / "slurm").glob("job-*.log"), key=lambda path: path.stat().st_mtime_ns)[-1:]
+    elastic = sorted((run.path / "slurm").glob("searchers-*.log"))
     folder = run.logs / (f"attempt-{attempt:03d}" if attempt is not None else "latest")
     if attempt is not None and not folder.is_dir():
         kept = ", ".join(path.name.removeprefix("attempt-") for path in sorted(run.logs.glob("attempt-*")))
         raise ConfigError(f"--attempt {attempt} has no logs in {run.logs}; available: {kept or 'none'}")
     folder = folder.resolve()
-    if rank == BATCH:
-        files = scripts
+    if rank in (BATCH, ELASTIC):
+        files = scripts if rank == BATCH else elastic
     elif rank is None:
-        files = [*(scripts if attempt is None else []), *sorted(folder.glob("*.log"))]
+        files = [*([*scripts, *elastic] if attempt is None else []), *sorted(folder.glob("*.log"))]
     else:
         files = [log_file(folder, _name(rank))]
     return [file for file in files if file.is_file() and file.resolve().is_relative_to(run.path.resolve())]
@@ -53,7 +57,7 @@ def _name(rank: str) -> str:
         return rank_name("trainer" if match[1] == "trainer" else "searcher", int(match[2]))
     if rank == "mpiexec":
         return rank
-    raise ConfigError(f"--rank {rank} is no rank: give trainer-0, searcher-3, mpiexec, or {BATCH}")
+    raise ConfigError(f"--rank {rank} is no rank: give trainer-0, searcher-3, mpiexec, {BATCH} or {ELASTIC}")
 
 
 def show_logs(run: RunDir, rank: str | None, attempt: int | None, *, lines: int, follow: bool) -> None:
