@@ -94,6 +94,7 @@ def submit(submissions: Sequence[Submission], *, wait: bool, as_json: bool) -> b
         if as_json and done:
             print(json.dumps(done if several else done[0]))
         elif several and done:
+            _tell_warnings(list(dict.fromkeys(said for one in done for said in one["warnings"])))
             _tell_commands(done)
     if not (as_json or several):
         tell(done[0])
@@ -298,8 +299,6 @@ def _tell_row(done: Sequence[dict[str, Any]]) -> None:
     if len(done) == 1:
         print("job       run")
     print(f"{','.join(done[-1]['jobs']) or NOT_SUBMITTED:9} {done[-1]['run']}", flush=True)
-    if not any(done[-1]["warnings"] == before["warnings"] for before in done[:-1]):
-        _tell_warnings(done[-1]["warnings"])
 
 
 def _tell_commands(done: Sequence[dict[str, Any]]) -> None:

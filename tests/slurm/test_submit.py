@@ -565,6 +565,20 @@ def test_all_jobs_of_each_chain_are_listed(cluster: Cluster, tmp_path: Path, fil
         assert cluster.jobs(int(chain[1]))[0]["Dependency"].startswith(f"afterany:{chain[0]}")
 
 
+def test_warnings_stand_once_below_the_table_of_jobs(
+    cluster: Cluster, tmp_path: Path, files: list[str]
+) -> None:
+    cluster.submit("#!/bin/bash\n#SBATCH -N6 --exclusive --output=/dev/null\nsleep 600\n")
+    command = [*SUBMIT, *files, "--seeds", "0-1", "--sbatch", "time=5"]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
+    ).stdout
+    head, first, second, *rest = done.splitlines()
+    assert head == "job       run" and first.endswith("seed0") and second.endswith("seed1")
+    assert rest[0].startswith("warning: time=5 leaves only 180 s to start engines and train")
+    assert rest[1:].count(rest[0]) == 0 and rest[-1].startswith("  compare tba compare ")
+
+
 def test_of_several_runs_those_left_by_a_refusal_are_named_and_submitted_next(
     cluster: Cluster, tmp_path: Path, files: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
