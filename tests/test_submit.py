@@ -7,14 +7,25 @@ from shlex import quote
 import pytest
 from recorded import new_run
 
+from tba_hpc.checks.facts import Facts, SlurmFacts
 from tba_hpc.commands.submission import Submission, again
-from tba_hpc.commands.submit import Ready, _left_out, _short_time, _submit, submit_elastic
-from tba_hpc.config import ConfigError
+from tba_hpc.commands.submit import (
+    Ready,
+    _left_out,
+    _require_partition,
+    _short_time,
+    _slots_in_use,
+    _submit,
+    submit_elastic,
+)
+from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site
 from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
+from tba_hpc.run.notes import rank_name
+from tba_hpc.run.owners import take_lease
 
 GENERIC = Path(__file__).parents[1] / "slurm/sites/generic.yaml"
 PYTHON = quote(sys.executable)
@@ -99,6 +110,31 @@ def test_a_time_that_is_short_for_a_start_is_said_so() -> None:
     (finding,) = _short_time(Site(time="5", signal_seconds=60))
     assert finding.sentence.startswith("time=5 leaves only 180 s to start engines and train: ask for more")
     assert _short_time(Site(time="10", signal_seconds=60)) == []
+
+
+def test_searchers_that_would_find_no_slot_are_counted(tmp_path: Path) -> None:
+    tree = {"run": {"root": str(tmp_path)}, "model": {"path": "none"}, "launch": {"elastic": 3}}
+    run = RunDir.create(parse_config(tree))
+    assert _slots_in_use(run, run.config(), 3) == []
+    lease = take_lease(run, [rank_name("searcher", index) for index in run.config().launch.elastic_searchers])
+    assert lease
+    (finding,) = _slots_in_use(run, run.config(), 3)
+    assert finding.sentence.startswith(
+        "1 of 3 searchers would find no slot if all started now: 1 of launch.elastic=3 are in use: a job that"
+    )
+    assert _slots_in_use(run, run.config(), 2) == []
+    lease.release()
+    assert _slots_in_use(run, run.config(), 3) == []
+
+
+def test_a_partition_that_is_none_is_the_options_fault() -> None:
+    facts = Facts(slurm=SlurmFacts.of("", "PartitionName=main\nPartitionName=low", ""))
+    for known in (None, "low", "low,main"):
+        _require_partition(known, facts)
+    with pytest.raises(
+        ConfigError, match="--partition gpuu is no partition of this cluster: give main or low"
+    ):
+        _require_partition("gpuu", facts)
 
 
 def test_a_finished_run_takes_no_searchers_however_many(

@@ -32,7 +32,8 @@ from tba_hpc.run import slurm_queue
 from tba_hpc.run.changes import consequences, is_done, refuse_steps_behind
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
-from tba_hpc.run.owners import refuse_owned
+from tba_hpc.run.notes import rank_name
+from tba_hpc.run.owners import holders, refuse_owned
 
 CHECK_SECONDS = 60.0
 """Time limit of the check of the task, in seconds; long, because hours in the queue may follow."""
@@ -350,7 +351,9 @@ def submit_elastic(
         return
     slurm.require_slurm()
     facts = _facts(config, None, site, submission)
-    warnings = [finding.sentence for finding in refuse(ELASTIC, facts)]  # now, not after hours in the queue
+    _require_partition(partition, facts)
+    # Now, not after hours in the queue.
+    findings = [*refuse(ELASTIC, facts), *_slots_in_use(run, config, nodes * searcher.ranks)]
     snapshot.take(run.path)
     number = slurm.send(run, text)
     done = {
@@ -359,15 +362,35 @@ def submit_elastic(
         "commands": {
             "watch": shlex.join(["tba", "status", str(run.path)]),
             "logs": shlex.join(["tail", "-F", f"{run.path}/slurm/searchers-{number}_0.log"]),
+            "queue": f"squeue --jobs {number}",
             "cancel": f"scancel {number}",
         },
-        "warnings": warnings,
+        "warnings": [finding.sentence for finding in findings],
         "why": f"up to {count(nodes, 'node')}, {count(searcher.ranks, 'searcher')} on each",
     }
     if as_json:
         print(json.dumps(done))
     else:
         tell(done)
+
+
+def _require_partition(name: str | None, facts: Facts) -> None:
+    """Raise ConfigError if ``--partition`` names a partition that the cluster does not have."""
+    known = facts.slurm.partitions if facts.slurm else {}
+    if name and not {*name.split(",")} <= {*known}:
+        raise ConfigError(f"--partition {name} is no partition of this cluster: give {' or '.join(known)}")
+
+
+def _slots_in_use(run: RunDir, config: Config, asked: int) -> list[Finding]:
+    """Return a warning if fewer slots are free now than ``asked``, the number of new searchers."""
+    most = config.launch.elastic
+    used = len(holders(run, [rank_name("searcher", index) for index in config.launch.elastic_searchers]))
+    if used + asked <= most:
+        return []
+    late = f"{used + asked - most} of {count(asked, 'searcher')} would find no slot if all started now"
+    found = f"{late}: {used} of launch.elastic={most} are in use"
+    remedy = "a job that finds none ends, so submit it once others have left"
+    return [warning("slots", found, remedy)]
 
 
 def _searchers(config: Config, site: Site, nodes: int) -> Component:
