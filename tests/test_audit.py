@@ -24,7 +24,7 @@ from typed import tba
 from tba_hpc.config import FIRST_ELASTIC
 from tba_hpc.core.types import Shard, make_uid
 from tba_hpc.exchange.hdf5_shards import read_arrays, read_shard, write_arrays, write_shard
-from tba_hpc.report.audit import Audit, audit
+from tba_hpc.report.audit import Audit, audit, print_audit
 from tba_hpc.report.audit.checks import _times_taken
 from tba_hpc.report.audit.evidence import Evidence
 from tba_hpc.run.checkpoints import latest_checkpoint
@@ -85,6 +85,19 @@ def write(path: Path, records: list[Record]) -> None:
 
 
 # --- Clean ---
+
+
+def test_starts_without_a_trainer_are_told_from_those_with_one(
+    copy: Callable[[str], RunDir], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy("stopped")
+    steps = audit(run).steps
+    print_audit(audit(run))
+    assert f"; {steps} steps in 2 attempts, " in capsys.readouterr().out
+    while run.newest_attempt < 3:
+        run.begin_attempt()
+    print_audit(audit(run))
+    assert f"; {steps} steps in 2 attempts whose trainer started (of 3), " in capsys.readouterr().out
 
 
 def test_a_run_is_clean_however_it_ended(story: Story) -> None:

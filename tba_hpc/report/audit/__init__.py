@@ -24,11 +24,13 @@ __all__ = ["Audit", "Check", "Violation", "audit", "print_audit"]
 class Audit(Counts):
     """The verdict on a run, and counts of what it has done.
 
-    resumes: number of steps that each resume had to do again. merged: number of trajectories that the newest
+    begun: number of starts of the run's ranks, also of those that ended before the trainer's loop. resumes:
+    number of steps that each resume had to do again. merged: number of trajectories that the newest
     checkpoint counts as merged. pending: number of trajectories in shards that wait for their merge. notes:
     sentences about what is unusual but correct.
     """
 
+    begun: int
     finished: bool
     resumes: tuple[int, ...]
     merged: int
@@ -72,6 +74,7 @@ def audit(run: RunDir) -> Audit:
     evidence = Evidence.read(run)
     history, sizes = evidence.history, evidence.sizes.values()
     return Audit(
+        begun=max(run.newest_attempt, history.starts),
         finished=evidence.finished,
         attempts=history.starts,
         steps=history.last_step,
@@ -118,6 +121,7 @@ def print_audit(verdict: Audit, *, as_json: bool = False) -> None:
         [{"guarantee": check.name, "": _word(check), "evidence": check.evidence} for check in verdict.checks]
     )
     done = f"{count(verdict.steps, 'step')} in {count(verdict.attempts, 'attempt')}"
+    done += f" whose trainer started (of {verdict.begun})" if verdict.begun > verdict.attempts else ""
     summary = (
         f"{verdict.trajectories:,} acknowledged trajectories: {verdict.merged:,} merged, "
         f"{verdict.pending:,} pending, {verdict.lost:,} lost, {verdict.doubled:,} doubled; "
