@@ -222,6 +222,7 @@ def test_what_would_fail_is_refused_in_a_sentence(
         ("--nodes", "7"): "the job needs 7 nodes of partition main, which has TotalNodes=6",
         ("--run-root", str(read_only)): f"cannot write to {read_only}: Read-only file system",
         ("--time", "2-00:00:00"): "time: 2-00:00:00 is more than MaxTime=1-00:00:00 of partition main",
+        ("--sbatch", "time=2-0"): "give --sbatch time=1-00:00:00 or less, or choose another partition",
         ("--set", "task.name=gsm8k"): (
             f"{tmp_path}/cache (HF_HOME), where ranks look, has no complete copy of task.name=gsm8k, "
             "data=openai/gsm8k (main), and HF_HUB_OFFLINE=1 forbids them to download anything: "

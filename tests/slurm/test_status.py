@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from recorded import happen, new_run
 from slurm_testbed.cluster import Cluster
+from waiting import until
 
 from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.report.status import facts
@@ -28,6 +29,23 @@ def look(run: RunDir) -> RunMonitor:
     monitor = RunMonitor(run, job_states)
     monitor.update()
     return monitor
+
+
+def test_a_job_that_is_too_long_for_its_partition_will_never_start(cluster: Cluster, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    (run.path / "slurm").mkdir()
+    script = f"#!/bin/bash\n#SBATCH --comment={run.path} --output=/dev/null --time=20 --hold\nsleep 300\n"
+    job = cluster.submit(script)
+    (run.path / "slurm/job").write_text(f"{job}\n")
+    cluster.run("scontrol", "update", "PartitionName=main", "MaxTime=10")
+    try:
+        cluster.run("scontrol", "release", str(job))
+        until(lambda: job_states(run)[0]["reason"] == "PartitionTimeLimit", "Slurm's reason")
+        found = run_state(look(run))
+    finally:
+        cluster.run("scontrol", "update", "PartitionName=main", "MaxTime=UNLIMITED")
+        cluster.run("scancel", str(job))
+    assert found.command == f"tba stop {run.path}" and "the job will never start" in found.words
 
 
 def test_a_job_from_submission_to_end(cluster: Cluster, tmp_path: Path) -> None:
