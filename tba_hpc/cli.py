@@ -122,7 +122,12 @@ def run(
     config: ConfigOrRun,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the config and the commands; start nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check config, task and rows, try judges and reward functions, and print the config and the "
+            "commands; start nothing.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

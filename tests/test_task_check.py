@@ -308,6 +308,30 @@ def test_a_check_that_crashes_is_a_finding(folder: Path, monkeypatch: pytest.Mon
     assert warning.sentence.startswith("the check of the task failed (RuntimeError: out of memory)")
 
 
+def test_a_check_that_takes_too_long_is_given_up_with_a_warning(folder: Path) -> None:
+    (warning,) = refuse([check_task], Facts(config=config_of(folder, name="own:Fine"), seconds=0.1))
+    assert "took more than 0.1 s and was given up: ranks repeat it" in warning.sentence
+
+
+@pytest.mark.parametrize("task", ["environment", "agent", "jsonl"])
+@pytest.mark.parametrize("judge", [{"key_variable": "NO_SUCH_KEY"}, {}])
+def test_a_judge_is_tried_whatever_the_task(folder: Path, task: str, judge: dict[str, str]) -> None:
+    (folder / "r.jsonl").write_text("".join(f'{{"prompt": "1+{number}"}}\n' for number in range(10)))
+    options: dict[str, Any] = {"validation_prompts": 1}
+    options |= {"environment": {"environment": "tba_hpc.environments.tools:Calculator"}}.get(task, {})
+    options |= {"agent": {"command": ["python", "-c", "0"]}}.get(task, {})
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(folder / "m")
+    reward = {"judge": {"url": "http://127.0.0.1:9/v1", **judge}}  # nobody listens there
+    config = config_of(folder, name=task, train_file=str(folder / "r.jsonl"), options=options, reward=reward)
+    sentence = "NO_SUCH_KEY is not set" if judge else "judge.url=.* gave no answer .*: start the judge first"
+    with pytest.raises(ConfigError, match=sentence):
+        check(config, try_rewards=True)
+
+
 @pytest.mark.parametrize("name", ["Fine", "Serving", "Broken"])
 def test_a_good_task_and_one_that_cannot_be_checked_are_not_refused(folder: Path, name: str) -> None:
     command = [sys.executable, "-m", "tba_hpc.checks.task_check"]

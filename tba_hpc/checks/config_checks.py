@@ -195,9 +195,9 @@ def check_chat_template(facts: Facts) -> Iterator[Finding]:
 
 
 def check_task(facts: Facts) -> Iterator[Finding]:
-    """Check that the ranks will accept the task. The check is given up after ``facts.seconds``.
+    """Check that the ranks will accept the task; give up after ``facts.seconds``, with a warning.
 
-    It runs in a process of its own (``task_check.py``), on a copy of the user's code, as a run does.
+    The check runs in a process of its own (``task_check.py``), on a copy of the user's code, as a run does.
     """
     if facts.config is None or facts.in_container:
         return
@@ -208,7 +208,7 @@ def check_task(facts: Facts) -> Iterator[Finding]:
 
 
 def _of_task(facts: Facts, config: Config, folder: str) -> Iterator[Finding]:
-    """Run ``task_check.py`` and yield its findings; yield none if it does not start or takes too long.
+    """Run ``task_check.py`` and yield its findings; yield none if it does not start.
 
     folder: folder with the copy of the user's code.
     """
@@ -224,7 +224,14 @@ def _of_task(facts: Facts, config: Config, folder: str) -> Iterator[Finding]:
             text=True,
             timeout=facts.seconds,
         )
-    except (OSError, subprocess.TimeoutExpired):  # the ranks repeat the check
+    except subprocess.TimeoutExpired:
+        found = (
+            f"the check of the task took more than {facts.seconds:g} s and was given up: ranks repeat it "
+            "when they start, but try no judge and no reward function"
+        )
+        yield warning("task", found, "to have them tried, start again when this machine is less busy")
+        return
+    except OSError:  # the ranks repeat the check
         return
     said = done.stdout.replace(folder, str(facts.beside)).strip().splitlines()
     refused = [said.pop()] if done.returncode == Exit.REFUSED and said else []

@@ -145,8 +145,8 @@ class Facts:
     """Command that downloads the ranks' models and data."""
     beside: Path | None = None
     """Folder of the config file, with modules that the config may name."""
-    seconds: float = 20.0
-    """Timeout of the check of the task, s."""
+    seconds: float = 60.0
+    """Timeout of the check of the task, s. It takes a few seconds, but longer on a busy machine."""
 
     @property
     def on_login_node(self) -> bool:

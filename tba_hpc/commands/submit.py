@@ -35,9 +35,6 @@ from tba_hpc.run.events import log_event
 from tba_hpc.run.notes import rank_name
 from tba_hpc.run.owners import holders, refuse_owned
 
-CHECK_SECONDS = 60.0
-"""Time limit of the check of the task, in seconds; long, because hours in the queue may follow."""
-
 SHORT_SECONDS = 300
 """Seconds from a job's start until it is asked to stop; with fewer, large engines may seal no shard."""
 
@@ -170,7 +167,6 @@ def _facts(config: Config, split: Plan | None, site: Site, submission: Submissio
         given=submission.given,
         fetched_by=submission.fetched_by,
         beside=submission.beside,
-        seconds=CHECK_SECONDS,
     )
 
 
