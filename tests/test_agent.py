@@ -158,6 +158,14 @@ def test_the_program_of_the_page_runs(stage: Callable[..., Stage], file: str) ->
     assert "No. Try again." in made.pieces(one)[1][1]
 
 
+@pytest.mark.parametrize(("row", "reward"), [({"answer": "5"}, 1.0), ({}, 0.0)])
+def test_the_agent_of_the_lab_needs_no_answer_in_its_row(
+    stage: Callable[..., Stage], row: dict[str, str], reward: float
+) -> None:
+    made = stage((ROOT / "tools/lab/calculator_agent.py").read_text(), ["5"], {"prompt": "2+3", **row})
+    assert made.play().completions[0].reward == reward
+
+
 def test_the_example_has_the_program_of_the_page_and_right_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """And its config makes a task that can start here."""
     page = (ROOT / "docs/environments.md").read_text()

@@ -14,6 +14,7 @@ from recorded import STEPS, evaluate, happen, new_run, resumed_run, search, step
 
 import tba_hpc
 from tba_hpc.commands.compare import compare, write_comparison
+from tba_hpc.config import parse_config
 from tba_hpc.core.wording import duration
 from tba_hpc.report import page, plots
 from tba_hpc.report.data import RunData
@@ -457,3 +458,15 @@ def test_a_name_in_a_strangers_run_is_text_in_every_page(run: RunDir, tmp_path: 
     for text in (written(run), (tmp_path / "compare.html").read_text()):
         assert "<script" not in text and not set(text) & {"\x1b", "\u202e"}
         assert "default-src 'none'" in text and r"\x1b" in text
+
+
+@pytest.mark.parametrize("name", ["environment", "jsonl"])
+def test_the_last_line_asks_about_a_whole_row_where_conversations_may_need_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    task = {"name": name, "train_file": "my rows.jsonl", "reward": "own:score"}
+    run = RunDir.create(parse_config({"run": {"root": str(tmp_path)}, "model": {"path": "m"}, "task": task}))
+    run.export.mkdir()
+    print_summary(run, summarise(run))
+    question = """"$(head -n 1 'my rows.jsonl')\"""" if name == "environment" else '"…"'
+    assert capsys.readouterr().out.splitlines()[-1] == f"try it       tba ask {run.path} {question}"

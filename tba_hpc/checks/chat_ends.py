@@ -14,13 +14,10 @@ ANSWER: Message = {"role": "assistant", "content": "An answer."}
 NEXT: Message = {"role": "user", "content": "Another one."}
 """Messages with which a chat template is examined."""
 
-CONVERSATIONS = ("environment", "agent")
-"""Names of the tasks with conversations, which always need a chat template."""
-
 
 def is_chat(config: Config) -> bool:
     """Return whether the task uses the model's chat template."""
-    return bool(config.task.options.get("chat")) or config.task.name in CONVERSATIONS
+    return bool(config.task.options.get("chat")) or config.task.has_conversations
 
 
 def look_at_chat(config: Config, tokenizer: ChatTokenizer) -> Iterator[str]:

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tba_hpc.checks.chat_ends import CONVERSATIONS
 from tba_hpc.checks.facts import Facts, Finding, Level, login_python, ok, problem, warning
 from tba_hpc.checks.resources import missing, missing_sentence, resources
 from tba_hpc.config import Config, ConfigError, TrainSection, dump_config, is_local
@@ -169,10 +168,10 @@ def check_unused(facts: Facts) -> Iterator[Finding]:
 def check_chat_template(facts: Facts) -> Iterator[Finding]:
     """Report whether the model's chat template suits environments with tools, and those with ``step()``.
 
-    Only the tasks of CONVERSATIONS are checked.
+    Only tasks with conversations are checked.
     """
     config = facts.config
-    talks = config is not None and config.task.name in CONVERSATIONS
+    talks = config is not None and config.task.has_conversations
     if config is None or not talks or facts.in_container or not find_spec("torch"):
         return
     file = find_file(config.model.path, "config.json", facts.environment)

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 import yaml
 
-from tba_hpc.checks.chat_ends import ASKED, CONVERSATIONS, is_chat, look_at_chat
+from tba_hpc.checks.chat_ends import ASKED, is_chat, look_at_chat
 from tba_hpc.checks.resources import missing, missing_sentence
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.config.variants import OwnObjective
@@ -123,7 +123,7 @@ def _tokenizer(config: Config) -> Tokenizer | None:
     if is_own(path):  # its module may import torch
         backend = own_backend(config) if has_torch else None
         return backend.tokenizer() if backend else None
-    if config.task.name in CONVERSATIONS and has_torch and FileTokenizer.find(path):  # chat template needed
+    if config.task.has_conversations and has_torch and FileTokenizer.find(path):  # chat template needed
         from tba_hpc.learner.hf_model import load_tokenizer
 
         return load_tokenizer(path)

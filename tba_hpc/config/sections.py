@@ -188,6 +188,11 @@ class TaskSection(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the task."""
 
+    @property
+    def has_conversations(self) -> bool:
+        """True if completions are conversations, which always need a chat template."""
+        return self.name in ("environment", "agent")
+
     @field_validator("reward", mode="before")
     @classmethod
     def _by_name(cls, reward: object) -> object:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from tba_hpc.config import TrainSection
+from tba_hpc.config import TaskSection, TrainSection
 from tba_hpc.core import schedules
 from tba_hpc.core.ports import RIGHT_AND_ENDED
 from tba_hpc.core.wording import count, duration, percent
@@ -233,8 +233,14 @@ def print_summary(run: RunDir, summary: Summary, *, as_json: bool = False) -> No
     lines = [("alert", sentence) for sentence in summary.alerts]
     lines += [(name, str(path)) for name, path in places.items() if path.exists()]
     if run.export.exists():
-        lines.append(("try it", f'tba ask {shlex.quote(str(run.path))} "…"'))
+        lines.append(("try it", f"tba ask {shlex.quote(str(run.path))} {_question(run.config().task)}"))
     print_lines(lines)
+
+
+def _question(task: TaskSection) -> str:
+    """Return a question for ``tba ask``, in a shell's syntax: a whole row if the task has conversations."""
+    file = task.test_file or task.train_file
+    return f'"$(head -n 1 {shlex.quote(file)})"' if task.has_conversations and file else '"…"'
 
 
 def _optional_rows(summary: Summary) -> dict[str, Cell]:
