@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -187,6 +188,38 @@ def test_a_task_with_an_environment_answers_in_turns(
     assert asked.prompt == "6*7?|" and prompts == ["6*7?|"] * 2 + [f"6*7?|{call}42|"] * 2
     assert [reply.text for reply in asked.replies] == [f"{call}42|It is 42."] * 2
     assert len(set(seeds)) == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ("raise KeyError('gold')", "KeyError: 'gold' (shop.py:4 in get_reward)"),
+        ("return float('nan')", "the environment's reward is nan"),
+        ("return float('inf')", "the environment's reward is inf"),
+    ],
+)
+def test_a_failure_of_an_environment_is_told_once(
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    body: str,
+    fault: str,
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "chat")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}|{% endfor %}")
+    (tmp_path / "shop.py").write_text(
+        "class Shop:\n    def reset(self): ...\n    def get_reward(self):\n"
+        f"        {body}\n    def step(self, messages):\n        return [], True, 0\n"
+    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1?"}')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "shop", raising=False)
+    task = {"name": "environment", "train_file": str(tmp_path / "rows.jsonl")}
+    run = finished_run(tmp_path, folder, task={**task, "options": {"environment": "shop:Shop"}})
+    (reply,) = ask(str(run.path), "1+1?").replies
+    assert (reply.failed, reply.fault, reply.reward) == (True, fault, None)
+    assert not caplog.messages
 
 
 def test_sequences_of_an_episode_are_told_apart() -> None:

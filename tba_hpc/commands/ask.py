@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ import numpy as np
 from rich.text import Text
 
 from tba_hpc.config import Config, ConfigError, GeneratorSection, ModelSection
+from tba_hpc.core import task_contract
 from tba_hpc.core.ports import Task, Tokenizer, Victim
 from tba_hpc.core.types import Completion, Group, Request, Sampling
 from tba_hpc.core.wording import count
@@ -132,8 +134,8 @@ def ask(
 
 
 def _reply(text: str, answer: Completion) -> Reply:
-    """Describe a completion, whose text is ``text``. A reward of NaN means that the environment failed."""
-    failed = answer.reward is not None and math.isnan(answer.reward)
+    """Describe a completion, whose text is ``text``. If its reward is not finite, the environment failed."""
+    failed = answer.reward is not None and not math.isfinite(answer.reward)
     reward = None if failed else answer.reward
     return Reply(text, answer.finish_reason != "stop", len(answer.tokens), failed, answer.fault, reward)
 
@@ -171,9 +173,20 @@ def _converse(task: Task, request: Request, model: HfAnswers, stop: Sequence[str
     generator = task.converse(HfTurns(model, stop, seed), model.tokenizer)
     generator.submit(request)
     groups: list[Group] = []
-    while not groups:
-        groups = generator.step()
+    with _unlogged():
+        while not groups:
+            groups = generator.step()
     return groups[0]
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Log no failures of environments, because the answers show them."""
+    task_contract.log.disabled = True
+    try:
+        yield
+    finally:
+        task_contract.log.disabled = False
 
 
 def _serve(model: ModelSection, generator: GeneratorSection, **_: object) -> Victim:

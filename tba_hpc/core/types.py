@@ -204,8 +204,9 @@ class Completion:
     None if C is 0.
 
     In a conversation: reward is the environment's, NaN if the environment failed, None if the task rewards
-    the completion. fault says why the environment failed. calls and failed_calls are numbers of tool calls.
-    last_turn holds the tokens of the last sampled turn, int32; None: they are ``tokens``.
+    the completion. fault says why the environment failed or gave no finite reward. calls and failed_calls are
+    numbers of tool calls. last_turn holds the tokens of the last sampled turn, int32;
+    None: they are ``tokens``.
     """
 
     tokens: np.ndarray

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.own_code import in_words
+from tba_hpc.core.own_code import raised_at
 from tba_hpc.core.ports import Generator, Message
 from tba_hpc.core.task_contract import Failures, class_name
 from tba_hpc.core.types import (
@@ -305,6 +305,8 @@ class Conversations:
     ) -> None:
         """Complete an episode, and its group if this was the last episode."""
         group = episode.group
+        if not fault and reward is not None and not math.isfinite(reward):
+            fault = f"the {self.partner}'s reward is {reward}"
         _, *values = zip(*sorted(episode.parts, key=attrgetter("sequence")), strict=True)
         tokens, logprobs, top = map(np.concatenate, values)
         group.completions[episode.place] = Completion(
@@ -335,7 +337,7 @@ class Conversations:
             end = np.array([self._chat.eos_token_id], np.int32)
             episode.add(end, np.zeros(1, np.float32))
             episode.group.versions[episode.place] = self._loaded  # assigns it to the right evaluation
-        self._close(episode, math.nan, fault=in_words(error))
+        self._close(episode, math.nan, fault=raised_at(error).removeprefix("raised "))
 
 
 # --- Threads ---
