@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from tiny_models import make_random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typed import tba
 
+from tba_hpc.commands import ask as asking
 from tba_hpc.commands.ask import Asked, Reply, _reply, _text, ask, print_answers
 from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.core.types import BEGIN, Completion, Sampling
@@ -151,7 +154,7 @@ def test_the_command_finds_a_task_of_the_working_directory(
 
 
 def test_a_task_with_an_environment_answers_in_turns(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The second turn sees the tool's result; each turn of each answer is drawn from a seed of its own."""
     call = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>'
@@ -188,6 +191,9 @@ def test_a_task_with_an_environment_answers_in_turns(
     assert asked.prompt == "6*7?|" and prompts == ["6*7?|"] * 2 + [f"6*7?|{call}42|"] * 2
     assert [reply.text for reply in asked.replies] == [f"{call}42|It is 42."] * 2
     assert len(set(seeds)) == 4
+    print_answers(asked)
+    assert "\nnot computed here: task.reward\n" in capsys.readouterr().out
+    assert not ask(str(run.path), "6*7?", chat=False).not_computed  # without the task
 
 
 @pytest.mark.parametrize(
@@ -220,6 +226,27 @@ def test_a_failure_of_an_environment_is_told_once(
     (reply,) = ask(str(run.path), "1+1?").replies
     assert (reply.failed, reply.fault, reply.reward) == (True, fault, None)
     assert not caplog.messages
+
+
+def test_a_slow_answer_is_announced(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, answer = threading.Event(), HfAnswers.answer
+
+    class Timer(threading.Timer):
+        def run(self) -> None:
+            super().run()
+            told.set()
+
+    def slow(self: HfAnswers, *words: Any, **options: Any) -> list[Completion]:
+        assert told.wait(60)
+        return answer(self, *words, **options)
+
+    monkeypatch.setattr(HfAnswers, "answer", slow)
+    monkeypatch.setattr(asking, "Timer", Timer)
+    monkeypatch.setattr(asking, "SLOW_SECONDS", 0.1)
+    assert len(ask(str(finished_run(tmp_path, model).path), "1+1?").replies) == 1
+    assert capsys.readouterr().err.startswith("still generating after 0.1 s; --max-tokens")
 
 
 def test_sequences_of_an_episode_are_told_apart() -> None:

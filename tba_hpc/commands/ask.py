@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,12 +29,16 @@ from tba_hpc.evaluate.target import find_target, refuse_missing
 from tba_hpc.report.samples.show import SEQUENCE
 from tba_hpc.report.tables import Indented, Terminal
 from tba_hpc.tasks import make_task
+from tba_hpc.tasks.rewards import reward_key
 
 if TYPE_CHECKING:  # it imports torch
     from tba_hpc.learner.hf_answers import HfAnswers
 
 MAX_TOKENS = 256
 """Longest answer, in tokens, of a model that is asked without a config."""
+
+SLOW_SECONDS = 10.0
+"""Time after which ``tba ask`` says that the model is still answering, s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class Asked:
 
     model: path or hub name. device: cuda or cpu. prompt: the question as formatted by the task or the chat
     template. max_tokens: longest answer allowed. seconds: wall time of answering, without loading the model.
+    not_computed: config keys of the task's rewards, which are not computed.
     """
 
     model: str
@@ -68,6 +75,7 @@ class Asked:
     max_tokens: int
     replies: list[Reply]
     seconds: float
+    not_computed: list[str] = field(default_factory=list)
 
 
 def ask(
@@ -114,12 +122,13 @@ def ask(
     began = time.monotonic()
     seed = settings.run.seed if settings else 0
     answers: Sequence[Completion]
-    if task is not None and type(task).converse is not Task.converse:
-        request = Request(task.question(question), 0, samples, sampling, "test")
-        group = _converse(task, request, model, section.stop, seed)
-        tokens, answers = group.request.prompt.tokens, group.completions
-    else:
-        answers = model.answer(tokens, sampling, samples=samples, stop=section.stop, seed=seed)
+    with _told_if_slow():
+        if task is not None and type(task).converse is not Task.converse:
+            request = Request(task.question(question), 0, samples, sampling, "test")
+            group = _converse(task, request, model, section.stop, seed)
+            tokens, answers = group.request.prompt.tokens, group.completions
+        else:
+            answers = model.answer(tokens, sampling, samples=samples, stop=section.stop, seed=seed)
     decode = model.tokenizer.decode
     return Asked(
         model=settings.model.path if settings else name,
@@ -130,7 +139,13 @@ def ask(
         max_tokens=sampling.max_tokens,
         replies=[_reply(_text(answer, decode), answer) for answer in answers],
         seconds=time.monotonic() - began,
+        not_computed=_rewards_of(settings) if settings and task is not None else [],
     )
+
+
+def _rewards_of(settings: Config) -> list[str]:
+    """Return the config keys of the rewards that ``task.reward`` names."""
+    return [reward_key(settings.task.reward, name) for name in settings.task.reward]
 
 
 def _reply(text: str, answer: Completion) -> Reply:
@@ -180,6 +195,19 @@ def _converse(task: Task, request: Request, model: HfAnswers, stop: Sequence[str
 
 
 @contextmanager
+def _told_if_slow() -> Iterator[None]:
+    """Print a line on stderr if the model is still answering after SLOW_SECONDS."""
+    said = f"still generating after {SLOW_SECONDS:g} s; --max-tokens N limits the length of an answer"
+    timer = Timer(SLOW_SECONDS, print, [said], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
 def _unlogged() -> Iterator[None]:
     """Log no failures of environments, because the answers show them."""
     task_contract.log.disabled = True
@@ -218,6 +246,8 @@ def print_answers(asked: Asked, *, as_json: bool = False) -> None:
         said = reply.text.strip() or ("" if end else "(no text: the model ended at once)")
         reward = "" if reply.reward is None else f"[reward {reply.reward:g}]"
         console.print(Indented(Text(" ".join(filter(None, (said, end, reward))))))
+    if asked.not_computed:
+        console.print(Text(f"not computed here: {', '.join(asked.not_computed)}", style="dim"))
     console.print(Text(_how(asked), style="dim"))
 
 
