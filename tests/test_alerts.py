@@ -155,7 +155,7 @@ WRONG: dict[str, Case] = {
         },
         evaluated({10: 0.0}),
     ),
-    r"1,600 trajectories \(9 %\) set aside .* task.name=gsm8k": case(
+    r"1,600 trajectories \(9 %\) set aside .* tba logs RUN --rank searcher-0": case(
         {"search/rejected": lambda step: 10 * step}
     ),
     "Log-probabilities of 2 groups were not numbers: the weights are finite, .*cudagraph_mode: PIE": case(
@@ -317,12 +317,14 @@ def test_a_reward_that_never_changed_is_looked_at_before_the_prompts() -> None:
     assert "prompts are too hard or too easy" in alerted(some, evaluated({10: 0.0}))[0]
 
 
-def test_what_sets_trajectories_aside_is_where_their_reward_comes_from() -> None:
-    """In both lengths; so named that it is not read as the reason."""
+def test_the_log_says_why_trajectories_were_set_aside() -> None:
+    """Of conversations single ones may fail; both lengths name the command that shows the log."""
     rejected = trends_of({**HEALTHY, "search/rejected": lambda step: 10 * step})
-    for settings, key in (({}, "task.name=gsm8k"), ({"task": {"reward": "mine:score"}}, "task.reward")):
-        (alert,) = alerts(rejected, config(**settings), SOLVED)
-        assert alert.short.endswith(f"set aside without a reward (see {key})") and key in alert.sentence
+    for name in ("gsm8k", "agent"):
+        (alert,) = alerts(rejected, config(task={"name": name}), SOLVED)
+        assert alert.short.endswith("set aside without a reward (see tba logs RUN --rank searcher-0)")
+        assert "See with tba logs RUN --rank searcher-0 what failed" in alert.sentence
+        assert ("environment or program failed" in alert.sentence) == (name == "agent")
 
 
 def test_what_an_earlier_start_set_aside_is_told_as_such() -> None:

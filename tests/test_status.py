@@ -543,7 +543,7 @@ def test_the_display_shows_fresh_completions_and_alerts(
     monitor = look(run)
     told = facts(monitor, run_state(monitor))
     assert told["set aside"] == "60 trajectories"
-    alert = "60 trajectories (58 %) set aside without a reward (see task.name=gsm8k)"
+    alert = "60 trajectories (58 %) set aside without a reward (see tba logs RUN --rank searcher-0)"
     assert told["alerts"] == alert and plain_line(monitor).endswith(f" · alert: {alert}")
     print_status(run, no_job, as_json=True)
     found = json.loads(capsys.readouterr().out)

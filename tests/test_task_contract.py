@@ -245,9 +245,7 @@ def test_the_first_failure_for_each_reason_is_logged_and_then_one_in_a_hundred(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Reasons that differ in numbers alone are one."""
-    note_all(
-        Failures("Own", "failures", "on"), [f"{why}={i / 2}" for i in range(201) for why in ("n", "seed")]
-    )
+    note_all(Failures("failures", "on"), [f"{why}={i / 2}" for i in range(201) for why in ("n", "seed")])
     logged = [(0, 0), (1, 0), (200, 100), (201, 100), (400, 200), (401, 200)]
     assert caplog.messages == [
         f"episode {place} failed; on ({before} before for this reason; one in 100 is logged)"
@@ -258,7 +256,7 @@ def test_the_first_failure_for_each_reason_is_logged_and_then_one_in_a_hundred(
 def test_failures_without_an_error_have_what_happened_as_their_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    failures = Failures("Own", "failures", "on")
+    failures = Failures("failures", "on")
     for place in range(50):
         failures.note(f"prompt {place} gave nan", None)
         failures.note(f"prompt {place} gave inf", None)
@@ -267,7 +265,7 @@ def test_failures_without_an_error_have_what_happened_as_their_reason(
 
 def test_reasons_beyond_a_bound_are_counted_together(caplog: pytest.LogCaptureFixture) -> None:
     """If every failure has a reason of its own, the log and the memory stay small."""
-    note_all(Failures("Own", "failures", "on"), ["x" * i for i in range(MOST_REASONS + 250)])
+    note_all(Failures("failures", "on"), ["x" * i for i in range(MOST_REASONS + 250)])
     assert len(caplog.messages) == MOST_REASONS + 3
     beyond = [said.partition("(")[2] for said in caplog.messages[MOST_REASONS:]]
     assert [said.partition(" before for reasons beyond the first 100;")[0] for said in beyond] == [
@@ -278,7 +276,7 @@ def test_reasons_beyond_a_bound_are_counted_together(caplog: pytest.LogCaptureFi
 
 
 def test_failures_for_different_reasons_count_towards_one_limit() -> None:
-    failures = Failures("Own", "failures", "on", limit=3)
+    failures = Failures("failures", "on", limit=3)
     note_all(failures, ["a", "b"])
-    with pytest.raises(ConfigError, match="the task Own had 3 failures in a row, at last episode 0 failed: "):
+    with pytest.raises(ConfigError, match="there were 3 failures in a row, at last episode 0 failed: "):
         note_all(failures, ["c"])

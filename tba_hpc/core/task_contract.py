@@ -169,12 +169,11 @@ def _numbers(values: object, total: int) -> list[float] | None:
 class Failures:
     """Counter of failures in a task's code, which logs some and raises ConfigError at ``limit`` in a row.
 
-    task: name of the task's class. things: plural noun for what fails, for the error. then: clause that says
+    things: plural noun for what fails, for the error. then: clause that says
     what happens after a failure, for the log. in_a_row: number of failures since the last success, after
     which the caller sets it to 0.
     """
 
-    task: str
     things: str
     then: str
     limit: float = math.inf
@@ -200,6 +199,6 @@ class Failures:
         self.in_a_row += counts
         if self.in_a_row >= self.limit:
             raise ConfigError(
-                f"the task {self.task} had {self.in_a_row} {self.things} in a row, at last {what}: fix "
-                "its code or data, and start from the config again (the run keeps a copy of the code)"
+                f"there were {self.in_a_row} {self.things} in a row, at last {what}: correct the cause, and "
+                "start from the config again (the run keeps a copy of the code)"
             )

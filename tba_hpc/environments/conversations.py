@@ -25,7 +25,7 @@ import numpy as np
 from tba_hpc.config import ConfigError
 from tba_hpc.core.own_code import raised_at
 from tba_hpc.core.ports import Generator, Message
-from tba_hpc.core.task_contract import Failures, class_name
+from tba_hpc.core.task_contract import Failures
 from tba_hpc.core.types import (
     BEGIN,
     TOP_LOGPROBS,
@@ -168,7 +168,7 @@ class Conversations:
         self._loaded = generator.version
         self._final = False  # whether the run's last weights have come
         self._finished: list[Group] = []
-        self._failures = Failures(class_name(task), "failures", "the completion is set aside")
+        self._failures = Failures("failures", "the completion is set aside")
 
     @property
     def in_flight(self) -> int:

@@ -155,12 +155,11 @@ class Scorer:
     ) -> None:
         self._task = task
         self._temperature = temperature
-        name = class_name(task)
         self._no_reward = Failures(
-            name, "groups without a usable reward", "these trajectories are set aside", most_rejected
+            "groups without a usable reward", "these trajectories are set aside", most_rejected
         )
         self._unjudged = Failures(
-            name, "answers that it could not judge", "this one counts as wrong", most_rejected
+            "answers that could not be judged", "this one counts as wrong", most_rejected
         )
         self._reference = reference
         self._shards = shards
@@ -169,7 +168,7 @@ class Scorer:
         self._worker = background_worker("scorer")
         self._underway = underway
         longest = call_seconds if task.longest_call is None else task.longest_call
-        self._calls = TaskCalls(name, longest, underway or nullcontext)
+        self._calls = TaskCalls(class_name(task), longest, underway or nullcontext)
         # If judging may have ended the process before, answers are judged one by one, to find the culprit.
         ended = underway is not None and any(call.startswith("correct()") for call in underway.ends)
         self._answers_at_once = 1 if ended else ANSWERS_AT_ONCE

@@ -43,6 +43,9 @@ with a wait."""
 LONG_SECONDS = 600.0
 """Time after which waits are judged even if an attempt has trained for fewer than EARLY_STEPS, s."""
 
+SEARCHER_LOG = "tba logs RUN --rank searcher-0"
+"""Command that shows why trajectories were set aside."""
+
 HUGE = 1e6
 """Absolute mean reward above which rewards explain why a loss or gradient norm is not finite."""
 
@@ -237,19 +240,15 @@ def rejected_rewards(view: View) -> Alert | None:
     if share <= 0.01:
         return None
     when = ", none since the last start" if rejected == view.trends.rejected_before else ""
+    own = ", or their environment or program failed" if view.config.task.has_conversations else ""
     return _alert(
         f"{rejected:,} trajectories ({_share(share)}) set aside without a reward{when}",
-        key=_reward_key(view),
-        why="their reward was not finite, or the task's code raised an exception, which costs the whole "
-        "group; what remains is a biased sample",
-        remedy="the searchers' logs name some of the prompts, and what was raised where; fix the code of "
-        f"{_reward_key(view)} or its data",
+        key=SEARCHER_LOG,
+        why=f"their reward was not finite{own}, or the rewards of their group could not be computed; what "
+        "remains is a biased sample",
+        remedy=f"see with {SEARCHER_LOG} what failed, and at which prompts; correct the task's code or data, "
+        "its environment, program or judge",
     )
-
-
-def _reward_key(view: View) -> str:
-    """Return what determines the reward: the key ``task.reward``, or ``task.name=`` with its value."""
-    return "task.reward" if view.config.task.reward else f"task.name={view.config.task.name}"
 
 
 def _only_functions(view: View) -> bool:
