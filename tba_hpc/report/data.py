@@ -39,9 +39,9 @@ class Counts:
 
     attempts: starts of the trainer's loop. steps: optimizer steps, each counted once. redone: steps that
     resumes had to do again. shards, trajectories, tokens: acknowledged ones, merged or not yet; ``tokens``
-    leaves out prompts. duplicates: merged trajectories that the replay buffer rejected as duplicates.
-    evicted: trajectories that it evicted. dropped: trajectories left out of merges, because an earlier shard
-    had answered their request.
+    leaves out prompts, but includes what environments gave. duplicates: merged trajectories that the replay
+    buffer rejected as duplicates. evicted: trajectories that it evicted. dropped: trajectories left out of
+    merges, because an earlier shard had answered their request.
     """
 
     attempts: int

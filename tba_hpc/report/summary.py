@@ -43,7 +43,7 @@ class Summary:
     train_seconds: wall time of the trainer's loop over all attempts, including waits and evaluations.
     ettr: effective training time ratio, see ``RunData.ettr``; None without a launcher's events.
     steps, attempts, redone, shards, trajectories, tokens, duplicates, evicted, dropped: see ``Counts``.
-    generated_tokens: tokens of all searchers, including evaluations and work that was lost.
+    generated_tokens: tokens that all searchers sampled, including those of evaluations and lost work.
     searcher_seconds: seconds from first to last record, summed over all starts of all searchers.
     generated_per_searcher_second: generated tokens per such second. goodput: acknowledged tokens per such
     second.
@@ -201,7 +201,7 @@ def summary_rows(summary: Summary) -> dict[str, Cell]:
         "ETTR": None if summary.ettr is None else f"{percent(summary.ettr)} of the time, waits included",
         "trainer wait": _wait_words(summary),
         "trajectories": summary.trajectories,
-        "tokens": summary.tokens,
+        "tokens acknowledged": summary.tokens,
         "tokens per searcher-second": summary.goodput,
         "tokens generated": summary.generated_tokens,
         "generated per searcher-second": summary.generated_per_searcher_second,
