@@ -922,7 +922,7 @@ def test_a_run_keeps_what_its_config_names_and_what_that_imports(
     (here / "mine.py").write_text("def f(completion): return 1")
     modules.keep(run, resolved, here)
     assert capsys.readouterr().err == "", "nothing of the old code is there yet"
-    run.metrics_file("trainer").write_text("{}\n")
+    run.metrics_file("trainer").write_text('{"step": 1}\n')
     (here / "mine.py").write_text("def f(completion): return 2")
     modules.keep(run, resolved, here)
     assert capsys.readouterr().err.startswith("mine.py changed since the run began: scores and trajectories")

@@ -310,5 +310,5 @@ def test_a_resume_is_not_told_of_keys_that_it_may_not_change(tmp_path: Path) -> 
     train = {"objective": "dr_grpo", "beta": 0.04}
     config = parse_config({"model": {"path": "a"}, "run": {"root": str(tmp_path)}, "train": train})
     assert [*check_unused(Facts(config=config))]
-    RunDir.create(config).metrics_file("trainer").write_text("")
+    RunDir.create(config).metrics_file("trainer").write_text('{"step": 1}\n')
     assert not [*check_unused(Facts(config=config))]

@@ -590,7 +590,7 @@ def _build_each(asked: list[EngineSettings], told: Path) -> None:
     for settings in asked:
         try:
             vllm_engine.start(channel, settings)
-        except RefusedError as error:
+        except (RefusedError, ImportError) as error:
             channel.send(last_word(error))
 
 
