@@ -378,6 +378,18 @@ def test_allocations_that_seal_nothing_do_not_follow_each_other_for_ever(
     assert _next(run, "leave") == "queue" and (run.path / "slurm/idle").read_text() == "0\n"
 
 
+def test_a_signal_that_comes_before_the_engines_are_up_does_not_requeue_for_ever(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with ``--time 0:04:00``, the script's own ``--signal=B:USR1@300``, and a site of 60 s."""
+    monkeypatch.setenv("TBA_JOB_END", str(time.time() + 225))
+    answers = [_next(run, "leave", stop=1, save_seconds=30) for _ in range(3)]
+    assert answers == ["queue", "queue", "exit 4"]
+    assert "3 allocations in a row: the last was asked to stop before it could" in capsys.readouterr().err
+    monkeypatch.setenv("TBA_JOB_END", str(time.time() + 3600))
+    assert [_next(run, "leave", stop=1, save_seconds=30) for _ in range(9)] == ["queue"] * 9, "preempted"
+
+
 # --- Elastic searchers ---
 
 

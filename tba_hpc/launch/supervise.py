@@ -31,9 +31,23 @@ FIRST_ELASTIC = 5000
 LONG_SECONDS = 300
 """Seconds that searchers must have run for their failure to count as the first in a row."""
 
-NEAR_END_SECONDS = 120
+NEAR_END_SECONDS = 420
 """A job stopped with less than this left, s, plus the time for a checkpoint, had too short a time limit.
-One stopped earlier was preempted."""
+One stopped earlier was preempted. The scripts in slurm/ are asked to stop 300 s before the end, whatever
+their site says. Slurm may ask up to 60 s earlier."""
+
+TOO_SLOW = (
+    "see the job's log, give it more time (--time, site key time) or, if its nodes were rejected, other "
+    "nodes or no het job (--homogeneous)"
+)
+"""What to do about allocations in a row that sealed nothing."""
+
+TOO_EARLY = (
+    "the last was asked to stop before it could seal anything, because its time limit, less the time before "
+    "the end at which Slurm asks, leaves too little: raise the limit (--time, site key time), or lower that "
+    "time (site key signal_seconds; in a script by hand also #SBATCH --signal=B:USR1@SECONDS)"
+)
+"""What to do about them if the last was asked to stop near its end."""
 
 READ: dict[str, Callable[[str], object]] = {
     "int": int,
@@ -319,12 +333,9 @@ def leave(job: JobState) -> str:
     idle, goes_on = _count_idle(job), job.requeue != "no" or bool(job.links)
     if idle > (job.relaunches if goes_on else 0):
         job.mark("idle").unlink()
-        return job.refuse(
-            f"nothing was sealed in {count(idle, 'allocation')} in a row: see the job's log, give it more "
-            "time (--time, site key time) or, if its nodes were rejected, other nodes or no het job "
-            "(--homogeneous), and submit the same run again",
-            Exit.NO_PROGRESS,
-        )
+        remedy = TOO_EARLY if job.stop else TOO_SLOW
+        why = f"nothing was sealed in {count(idle, 'allocation')} in a row: {remedy}"
+        return job.refuse(f"{why}, and submit the same run again", Exit.NO_PROGRESS)
     if job.requeue == "no":
         say(f"stopped; {f'job {job.links[0]} continues' if goes_on else 'submit the same run to resume'}")
         return f"exit {Exit.UNFINISHED}"
