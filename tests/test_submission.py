@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 
 import pytest
-from recorded import new_run
+from recorded import happen, new_run
 
 from tba_hpc.checks import machine
 from tba_hpc.commands.submission import (
@@ -24,6 +24,8 @@ from tba_hpc.commands.submission import (
 from tba_hpc.config import ConfigError
 from tba_hpc.launch import snapshot
 from tba_hpc.run import modules
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import read_events, resume_command
 
 SUBMISSION = Submission(config=Path("math_gsm8k"), site=Path("generic"), nodes=4, overrides=["train.steps=5"])
 
@@ -149,6 +151,7 @@ def test_a_wall_time_that_is_none_is_the_options_fault() -> None:
 def test_script_in_a_job_takes_what_the_job_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"JOB_ID": 7, "JOB_NUM_NODES": 1, "GPUS_ON_NODE": 2, "CPUS_ON_NODE": 6}.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
+    (tmp_path / "two sites.yaml").write_text("gpus_per_node: 4")
     assert nodes_of_this_job(print_only=True) == 1
     with pytest.raises(ConfigError, match="--nodes is missing"):
         nodes_of_this_job(print_only=False)
@@ -160,6 +163,17 @@ def test_script_in_a_job_takes_what_the_job_has(tmp_path: Path, monkeypatch: pyt
     (code,) = (tmp_path / "quickstart-seed0/code").glob("*/tba_hpc")
     assert f"source {quote(f'{code}/launch/job_supervisor.sh')}" in text
     assert script(submission, make=True) == text, "after a requeue"
+    with monkeypatch.context() as there:
+        there.chdir(tmp_path)
+        there.setenv("SLURM_JOB_PARTITION", "gpu")
+        there.setenv("TBA_SCRIPT", "slurm/tba_tldr.sbatch")
+        script(replace(submission, site=Path("two sites.yaml")), make=True)
+    run = RunDir(tmp_path / "quickstart-seed0")
+    happen(run, time.time(), "allocated", job="7", nodes="n1")
+    assert resume_command(run, read_events(run)) == (
+        f"cd {tmp_path} && RUN={run.path} SITE='{tmp_path}/two sites.yaml' "
+        "sbatch --nodes=1 --partition=gpu slurm/tba_tldr.sbatch"
+    )
     without = tmp_path / "cpu.yaml"
     without.write_text("{gpus_per_node: 0, ranks_per_node: 3}")
     text = script(replace(submission, site=without, run_root=tmp_path / "of-cpus"))

@@ -249,8 +249,7 @@ def prepare(submission: Submission, config: Config) -> Path:
     run = create_run(config)
     modules.keep(run, config, submission.beside)
     (run.path / "slurm").mkdir(exist_ok=True)
-    if not submission.here:
-        log_event(run, "prepared", job="", restarts=0, command=again(submission, run))
+    log_event(run, "prepared", job="", restarts=0, command=again(submission, run))
     return snapshot.take(run.path, submission.here)
 
 
@@ -290,6 +289,8 @@ def script_of(
 def again(submission: Submission, run: RunDir) -> str:
     """Return a command that submits the run again, from any folder; overrides are in its frozen config."""
     site = shipped.find(submission.site, "sites").absolute()
+    if submission.here:
+        return _by_hand(run, site, submission.nodes)
     words: list[object] = [*_typed(), "--config", run.path, "--site", site, "--nodes", submission.nodes]
     words += ["--trainer-nodes", submission.trainer_nodes] if submission.trainer_nodes else []
     words += ["--time", submission.time] if submission.time else []
@@ -297,6 +298,15 @@ def again(submission: Submission, run: RunDir) -> str:
     words += ["--chain", submission.chain] if submission.chain > 1 else []
     words += [word for option in submission.options for word in ("--sbatch", option.removeprefix("--"))]
     return shlex.join(map(str, words))
+
+
+def _by_hand(run: RunDir, site: Path, nodes: int) -> str:
+    """Return the sbatch command of a script in slurm/ that resumes the run on nodes as those of this job."""
+    folder, where, of_site = (shlex.quote(str(path)) for path in (Path.cwd(), run.path, site))
+    given = {f"--{name.lower()}": os.environ.get(f"SLURM_JOB_{name}") for name in ("PARTITION", "ACCOUNT")}
+    words = [f"--nodes={nodes}", *(f"{key}={value}" for key, value in given.items() if value)]
+    words.append(os.environ.get("TBA_SCRIPT", "slurm/tba_math.sbatch"))
+    return f"cd {folder} && RUN={where} SITE={of_site} sbatch {shlex.join(words)}"
 
 
 def _typed() -> list[object]:

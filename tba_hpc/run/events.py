@@ -36,7 +36,7 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
     ===========  ====================================================================================
     event       when it happens, and its extra keys
     ===========  ====================================================================================
-    prepared    ``tba submit`` has made the run directory; ``command``: what submits the run again
+    prepared    the run directory is ready for a job; ``command``: what submits the run again
     submitted   Slurm has accepted ``job``
     allocated   a batch script begins, for the first time or after a requeue; ``nodes``: "node1,node2"
     changed     a resume brings another config; ``keys``: {"train.steps": [80, 2000]}, old and new values
@@ -76,9 +76,9 @@ def read_events(run: RunDir) -> list[dict[str, Any]]:
 
 
 def resume_command(run: RunDir, events: Sequence[Mapping[str, Any]], *, job: str = "") -> str:
-    """Return the command that resumes the run: ``tba run``, or its last ``tba submit``.
+    """Return the command that resumes the run: ``tba run``, or its last ``tba submit`` or ``sbatch``.
 
-    If its jobs were all submitted by hand, a likely ``tba submit`` is returned. events: all of the run's, in
+    If no event names one, a likely ``tba submit`` is returned. events: all of the run's, in
     order. job: id of the run's job, or "" if it has none; used only if there are no events.
     """
     typed = [str(event["command"]) for event in events if "command" in event]

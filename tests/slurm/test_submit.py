@@ -28,7 +28,7 @@ from tba_hpc.launch.sbatch import Job, batch_script
 from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.run import slurm_queue
 from tba_hpc.run.directory import FORMAT, RunDir
-from tba_hpc.run.events import read_events
+from tba_hpc.run.events import read_events, resume_command
 
 REPOSITORY = Path(__file__).parents[2]
 HELLO = (sys.executable, str(Path(__file__).with_name("hello.py")))
@@ -147,6 +147,10 @@ def test_script_to_edit_by_hand_needs_no_edit_but_account_and_partition(
     job = cluster.submit(script, f"--output={tmp_path}/log")
     assert cluster.wait(job) == "COMPLETED", (tmp_path / "log").read_text()
     assert json.loads(run.summary.read_text())["finished"]
+    assert resume_command(run, read_events(run)) == (
+        f"cd {REPOSITORY} && RUN={run.path} SITE={REPOSITORY}/slurm/sites/generic.yaml "
+        "sbatch --nodes=1 --partition=main slurm/tba_math.sbatch"
+    )
     ranks = _ranks(run, 1)
     assert [rank["role"] for rank in ranks] == ["train", "search", "search", "search"]
     assert len({rank["host"] for rank in ranks}) == 1
