@@ -456,6 +456,21 @@ def test_a_stop_that_came_while_the_script_was_made_is_heard() -> None:
         assert _bash(f"{trap}; kill -USR1 $$; source {SOURCED}; echo $STOP") == "1\n"
 
 
+@pytest.mark.parametrize(
+    ("trainers", "said"),
+    [(1, "the ranks have up to 9 s for a checkpoint"), (0, "the searchers have up to 9 s to seal what is …")],
+)
+def test_who_is_asked_to_stop_is_told_what_for(tmp_path: Path, trainers: int, said: str) -> None:
+    """Before there are ranks, nobody gets time for a checkpoint."""
+    (tmp_path / "slurm").mkdir()
+    program = f"""
+    source {SOURCED}; say() {{ echo "$1"; }}; repeat_stop() {{ :; }}; TRAINERS={trainers} SAVE_SECONDS=9
+    kill -USR1 $$; echo no ranks yet; sleep 0 & await_step $!
+    """
+    lines = _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="1").splitlines()
+    assert lines[:2] == ["asked to stop", "no ranks yet"] and fnmatch(lines[2], said.replace("…", "*"))
+
+
 FAKES = """
 say() { :; }; ending() { false; }; TRAINERS=1 SEARCHERS=4 SAVE_SECONDS=60 RELAUNCHES=2
 allocated() { case ${1:-} in 0) echo node2 ;; 1) seq -f node%g 3 4 ;; *) seq -f node%g 2 4 ;; esac; }
@@ -557,6 +572,7 @@ nth() { echo x >> "$RUN/$1"; [ "$(wc -l < "$RUN/$1")" -ge "$2" ]; }
             "exit 9",
             "Slurm is ending this job (COMPLETING); nothing more …\n0\n",
         ),
+        ("echo PENDING", "exit 9", "Slurm has put this job back into the queue (PENDING)\n0\n"),
         ("echo RUNNING", "nth b 3 || { echo 'Unable to contact slurm controller'; false; }", "back …\n0\n"),
         ("echo RUNNING", "echo 'Job violates policy'; false", "back …\nSlurm refused to requeue: …\n1\n"),
         ("ANSWER_SECONDS=0; :", "exit 9", "Slurm does not answer: submit the same run again to resume\n1\n"),

@@ -123,6 +123,14 @@ STARTED = ("allocated", "start")
         (queue("TIMEOUT"), STARTED, True, "gone", "job 7 is gone (timeout), the run is at step 4", SUBMIT),
         (queue("FORGOTTEN"), STARTED, True, "gone", "job 7 is gone, the run", SUBMIT),
         (queue("COMPLETED"), (*STARTED, "signal", "stopped"), True, "stopped", "stopped at step 4", SUBMIT),
+        (
+            queue("COMPLETED"),
+            ("allocated", "stopped", "signal"),
+            False,
+            "stopped",
+            "as asked, at step 0",
+            SUBMIT,
+        ),
         (queue("COMPLETING"), (*STARTED, "finished"), True, "finished", "finished at step 4", ""),
     ],
 )

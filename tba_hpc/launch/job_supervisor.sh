@@ -150,13 +150,16 @@ asked_to_stop() {
     STOP=1
     # The run's events do not record requests to the jobs of elastic searchers, which have no trainers.
     [ "${TRAINERS:-0}" = 0 ] || { event signal; touch "${RUN:-}/slurm/asked" 2>/dev/null; }
-    say "asked to stop: the ranks have up to $SAVE_SECONDS s for a checkpoint"
+    say "asked to stop"
     pass_on
 }
 
 # Ask the ranks to stop if they have been started and not been asked yet.
 pass_on() {
+    local what="the ranks have up to $SAVE_SECONDS s for a checkpoint"
     [ -n "$STEP" ] && [ -z "$GUARD" ] || return 0
+    [ "${TRAINERS:-0}" != 0 ] || what="the searchers have up to $SAVE_SECONDS s to seal what is finished"
+    say "$what"
     repeat_stop "$STEP" >/dev/null 2>&1 &
     GUARD=$!
 }
@@ -323,8 +326,11 @@ refuse_end() {
         [ $SECONDS -lt $end ] || { say "Slurm does not answer: submit the same run again to resume"; exit 1; }
         sleep $ANSWER_PAUSE
     done
-    [ "$state" = RUNNING ] && return
-    say "Slurm is ending this job ($state); nothing more to do here"
+    case $state in
+        RUNNING) return ;;
+        PENDING | REQUEUE*) say "Slurm has put this job back into the queue ($state)" ;;
+        *) say "Slurm is ending this job ($state); nothing more to do here" ;;
+    esac
     exit 0
 }
 

@@ -283,14 +283,16 @@ def _started_since(component: QueueEntry, moment: float) -> bool:
 
 
 def _after_a_job(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
-    job_id, state = job[0]["job"], job[0]["state"]
+    job_id, state, heard = job[0]["job"], job[0]["state"], _heard_of(monitor, job)
     how = "" if state == FORGOTTEN else f" ({state.lower().replace('_', ' ')})"
     gone = RunState("gone", f"job {job_id} is gone{how}, the run is at step {monitor.step}")
     if monitor.full:  # so that nothing could tell why
         gone = replace(gone, words=f"{gone.words}; the disk is full")
-    elif state == "FAILED" and not _heard_of(monitor, job):
+    elif state == "FAILED" and not heard:
         gone = RunState("gone", f"job {job_id} failed without a word: do its nodes see {monitor.run.path}?")
-    ended = _ended(monitor) if _heard_of(monitor, job) else None
+    ended = _ended(monitor) if heard else None
+    if heard and not ended and state == "COMPLETED":  # asked to stop before it had started ranks
+        ended = RunState("stopped", f"stopped, as asked, at step {monitor.step}")
     return _with_next(monitor, ended or gone)
 
 
