@@ -239,7 +239,7 @@ def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
     command, why_not = f"scontrol release {waiting['job']}" if held else "", bracketed(reason)
     if NEVER.match(reason):
         command = shlex.join(["tba", "stop", str(monitor.run.path)])
-        why_not += ": the job will never start as it was submitted; stop it, and submit it with other options"
+        why_not += ": the job will never start unless a limit or a node changes; stop it, and submit it anew"
     if not _heard_of(monitor, job):
         return RunState("queued", f"queued{why_not}", command)
     kinds = {event["event"] for event in events if event["restarts"] == events[-1]["restarts"]}
