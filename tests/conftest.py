@@ -179,6 +179,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Schedulin
 # --- Fixtures ---
 
 
+@pytest.fixture(autouse=True)
+def same_signals() -> Iterator[None]:
+    """A signal that a test leaves ignored would be ignored by every process that later tests start."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def notes_of_servers(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tell fork_server.py where all workers find the servers of processes that one of them has started."""

@@ -325,6 +325,8 @@ def test_the_log_says_why_trajectories_were_set_aside() -> None:
         assert alert.short.endswith("set aside without a reward (see tba logs RUN --rank searcher-0)")
         assert "See with tba logs RUN --rank searcher-0 what failed" in alert.sentence
         assert ("environment or program failed" in alert.sentence) == (name == "agent")
+    (alert,) = alerts(rejected, config(launch={"searchers": 0, "elastic": 2}), SOLVED)
+    assert "See with tba logs RUN --rank elastic what failed" in alert.sentence
 
 
 def test_what_an_earlier_start_set_aside_is_told_as_such() -> None:

@@ -11,7 +11,7 @@ from lab.tabular import Tabular, World
 
 from tba_hpc.checks.resources import missing, resources
 from tba_hpc.config import ConfigError, load_config
-from tba_hpc.core.own_code import is_own
+from tba_hpc.core.own_code import is_own, refusal
 from tba_hpc.engine.hf_backend import HfBackend, make_backend
 from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
@@ -77,3 +77,10 @@ def test_the_enumerable_one_gives_every_part(tmp_path: Path) -> None:
     assert generator.version == reference.step == 0 and learner.layout.nbytes == 4 * 4 * 7 * 3
     assert isinstance(load_task(config.task, backend.tokenizer()), World)
     learner.close()
+
+
+def test_a_parameter_may_have_any_name() -> None:
+    def loss(groups: object, *, function: str) -> None: ...
+
+    assert refusal(loss, 1, function="huber") == ""
+    assert refusal(loss, 1) == "missing a required argument: 'function'"

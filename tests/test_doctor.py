@@ -866,7 +866,8 @@ def test_a_model_is_found_in_its_folder_or_in_the_cache_of_the_hub(tmp_path: Pat
         return machine.check_model(Facts(model=model, environment=environment))
 
     _says(check("org/small", offline), "ok", f"0.01 GB in {snapshot}")
-    _says(check("org/small", {"HF_HUB_CACHE": str(tmp_path / "hub")}), "ok", str(snapshot))
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        _says(check("org/small", {variable: str(tmp_path / "hub")}), "ok", str(snapshot))
     _says(check(str(snapshot), {}), "ok", str(snapshot))
     _says(check("org/large", offline), "warning", "HF_HUB_OFFLINE=1", "tba fetch CONFIG")
     _says(check("org/large", {}), "ok", "the run downloads it")

@@ -720,7 +720,11 @@ def test_a_question_may_be_a_whole_row(own: Path) -> None:
     task = make_task(own, tokenizer, "Till", {"coins": 1})
     prompt = task.question('{"prompt": "1+1?", "coins": 3}')
     assert "<|im_start|>user\n1+1?<|im_end|>" in tokenizer._tokenizer.decode(prompt.tokens.tolist())
-    assert task.row(prompt)["coins"] == 3
+    assert (
+        task.row(prompt)["coins"]
+        == task.row(task.question('\ufeff{"prompt": "?", "coins": 3}'))["coins"]
+        == 3
+    )
     with pytest.raises(
         ConfigError, match=r"^the question .* takes 'coins', which it lacks: .* {\"prompt\": \"…\", \"coins\""
     ):

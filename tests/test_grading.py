@@ -61,6 +61,14 @@ def test_only_groups_of_three_digits_are_one_number(mark: str) -> None:
     assert final_number(f"Of 12{mark}5 it is the second") == Decimal(5)
     assert final_number(f"#### 1{mark}234.567{mark}89") == Decimal("1234.56789")
     assert final_number(f"#### 3.141{mark}592{mark}6535") is None
+    assert final_number(f"#### 1{mark}00{mark}000") is None
+
+
+def test_a_long_list_of_numbers_is_read_in_no_time() -> None:
+    """A policy that repeats itself writes such ones, and the pattern holds Python's lock."""
+    began = time.monotonic()
+    assert final_number(r"123\," * 20_000 + "1") == 1
+    assert time.monotonic() - began < 2
 
 
 @pytest.mark.parametrize(

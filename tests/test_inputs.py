@@ -16,8 +16,10 @@ from tba_hpc.config import BufferSection, ConfigError
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling, ScoredGroup, Trajectories
 from tba_hpc.learner.hf_model import HfTokenizer
+from tba_hpc.run import changes
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.inputs import first_day, require_same_model, require_same_prompts
+from tba_hpc.run.owners import take_lease
 
 TINY = Path(__file__).parent / "data/tiny-model"
 
@@ -38,6 +40,32 @@ def tokens_of(text: str) -> np.ndarray:
 def test_the_same_prompts_are_the_same_run(run: RunDir) -> None:
     for _ in range(3):
         require_same_prompts(run, {"train": prompts_of("a", "b"), "test": prompts_of("c")})
+
+
+def test_a_start_that_produced_nothing_leaves_model_and_prompts_to_the_next(
+    run: RunDir, tmp_path: Path
+) -> None:
+    """Unless an elastic searcher is at work on them."""
+    model = shutil.copytree(TINY, tmp_path / "model")
+
+    def start(text: str) -> None:
+        require_same_model(run, "m", model)
+        require_same_prompts(run, {"train": prompts_of(text)})
+
+    start("a")
+    (model / "more.json").touch()
+    lease = take_lease(run, ["searcher-5000"])
+    assert lease is not None
+    changes.create(run.config())
+    with pytest.raises(ConfigError, match=r"^model\.path=m is not the model"):
+        start("b")
+    lease.release()
+    changes.create(run.config())
+    start("b")
+    (run.weights / "latest.json").touch()
+    changes.create(run.config())
+    with pytest.raises(ConfigError, match="1 of 1 training prompts"):
+        start("a")
 
 
 @pytest.mark.parametrize(

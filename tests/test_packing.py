@@ -228,6 +228,20 @@ def test_layers_compile_without_breaks_once_for_rows_of_any_length(kind: str, tm
     assert len(graphs) == 1
 
 
+def test_layers_compile_where_only_queries_are_trained(tmp_path: Path) -> None:
+    """As with an adapter of them alone: the first layer's keys then need no gradient."""
+    model = load_policy(str(make_family_model(tmp_path, "qwen2")), "float32")
+    trained = [weight for name, weight in model.named_parameters() if "q_proj.weight" in name]
+    model.requires_grad_(False)
+    for weight in trained:
+        weight.requires_grad_(True)
+    logprobs, packed = PolicyLogprobs(model), upload(by_hand("padded"), CPU)
+    expected = torch.autograd.grad(logprobs(packed).sum(), trained)
+    logprobs.compile_layers("aot_eager")
+    for compiled, plain in zip(torch.autograd.grad(logprobs(packed).sum(), trained), expected, strict=True):
+        torch.testing.assert_close(compiled, plain, atol=1e-6, rtol=1e-5)
+
+
 def test_what_cannot_be_compiled_is_said_in_a_sentence(tmp_path: Path) -> None:
     model = load_policy(str(make_family_model(tmp_path, "qwen2")), "float32")
     logprobs = PolicyLogprobs(model)

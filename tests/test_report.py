@@ -382,7 +382,7 @@ def test_the_share_of_correct_answers_is_beside_a_mean_reward(
     [
         (("right",), None, ""),
         (("short", "right"), ("right", "short"), "without weights"),
-        (("b_is_the_second", "a", "c", "d", "e"), ("a", "b_is_the_sec", "c", "d"), "without weights; 4 of 5"),
+        (("b_is_the_second", "a", "c", "d", "e"), ("a", "s_the_second", "c", "d"), "without weights; 4 of 5"),
     ],
 )
 def test_rewards_with_names_are_lines_of_one_plot(
@@ -468,5 +468,5 @@ def test_the_last_line_asks_about_a_whole_row_where_conversations_may_need_it(
     run = RunDir.create(parse_config({"run": {"root": str(tmp_path)}, "model": {"path": "m"}, "task": task}))
     run.export.mkdir()
     print_summary(run, summarise(run))
-    question = """"$(head -n 1 'my rows.jsonl')\"""" if name == "environment" else '"…"'
+    question = """"$(grep -m 1 { 'my rows.jsonl')\"""" if name == "environment" else '"…"'
     assert capsys.readouterr().out.splitlines()[-1] == f"try it       tba ask {run.path} {question}"

@@ -161,6 +161,14 @@ def test_a_job_that_can_never_start_is_to_be_stopped(run: RunDir, reason: str, n
     assert found.words.startswith(f"queued ({reason})") and ("will never start" in found.words) == never
 
 
+def test_a_component_that_can_never_start_is_told_though_another_waits(run: RunDir) -> None:
+    rows = queue("PENDING", "PENDING")(run)
+    rows[1]["reason"] = "PartitionNodeLimit"
+    assert run_state(look(run, lambda _: rows)).words.startswith(
+        "queued (PartitionNodeLimit): the job will ne"
+    )
+
+
 def test_a_run_that_waits_for_a_reason_yet_unknown_names_none(run: RunDir) -> None:
     assert run_state(look(run, queue("PENDING", reason="None"))).words == "queued"
 

@@ -127,16 +127,23 @@ def test_options_of_sbatch_that_are_site_keys_change_what_is_checked_and_submitt
     asked = replace(SUBMISSION, site=file, time="0:40:00", options=["--partition=main", "--time-min=60"])
     site = asked.load_site()
     assert (site.partition, site.time, site.account) == ("main", "0:40:00", "me")
-    assert site.sbatch_options == ("-x n1", "--time-min=60")
+    assert site.sbatch_options == ("-x n1", "--partition=main", "--time-min=60")
     assert (site.trainer.partition, site.searcher.partition, site.trainer.qos) == (None, None, "t")
     assert asked.given == {"time": "--time ", "partition": "--sbatch partition="}
     text = script(replace(asked, config=Path("quickstart"), run_root=tmp_path))
-    assert text.count("#SBATCH --partition=main\n") == 2 and text.count("partition=") == 2
+    assert text.count("#SBATCH --partition=main\n") == text.count("partition=") == 4, (
+        "each role: key and option"
+    )
     assert replace(asked, options=["--time=0:50:00"]).load_site().time == "0:50:00"
     left = replace(asked, options=["--time=UNLIMITED"]).load_site()
     assert left.time == "0:40:00" and left.sbatch_options[-1] == "--time=UNLIMITED", "sbatch's own word"
     with pytest.raises(ConfigError, match=r"leaves no time to train in a job of time=0:05:00"):
         replace(asked, options=["--time=0:05:00"]).load_site()
+    assert replace(asked, options=["--time=0"]).load_site().time == "0:40:00", "no limit"
+    file.write_text("{sbatch_options: [--time=UNLIMITED, -p low -A acct]}")
+    site = replace(asked, time=None, options=["--time=1:00:00", "--partition=high"]).load_site()
+    assert (site.time, site.partition) == ("1:00:00", "high")
+    assert site.sbatch_options[-2:] == ("--time=1:00:00", "--partition=high"), "the last ones count"
 
 
 def test_a_wall_time_that_is_none_is_the_options_fault() -> None:

@@ -388,6 +388,18 @@ def test_a_signal_that_comes_before_the_engines_are_up_does_not_requeue_for_ever
     assert "3 allocations in a row: the last was asked to stop before it could" in capsys.readouterr().err
     monkeypatch.setenv("TBA_JOB_END", str(time.time() + 3600))
     assert [_next(run, "leave", stop=1, save_seconds=30) for _ in range(9)] == ["queue"] * 9, "preempted"
+    monkeypatch.setenv("TBA_JOB_END", str(time.time() + 650))
+    assert [_next(run, "leave", stop=1, save_seconds=270) for _ in range(9)] == ["queue"] * 9, "so is this"
+
+
+def test_a_preemption_is_not_blamed_on_the_time_limit(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job before had sealed nothing, and this one, the last, was preempted long before its end."""
+    (run.path / "slurm/idle").write_text("1\n")
+    monkeypatch.setenv("TBA_JOB_END", str(time.time() + 80_000))
+    assert _next(run, "leave", stop=1, requeue="no") == "exit 4"
+    assert "1 allocation in a row: see the job's log" in capsys.readouterr().err
 
 
 # --- Elastic searchers ---

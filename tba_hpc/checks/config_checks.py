@@ -224,11 +224,12 @@ def _of_task(facts: Facts, config: Config, folder: str) -> Iterator[Finding]:
             timeout=facts.seconds,
         )
     except subprocess.TimeoutExpired:
+        untried = "" if words else ", but try no judge and no reward function"
         found = (
             f"the check of the task took more than {facts.seconds:g} s and was given up: ranks repeat it "
-            "when they start, but try no judge and no reward function"
+            f"when they start{untried}"
         )
-        yield warning("task", found, "to have them tried, start again when this machine is less busy")
+        yield warning("task", found, "try again when this machine is less busy, or with fewer rows")
         return
     except OSError:  # the ranks repeat the check
         return

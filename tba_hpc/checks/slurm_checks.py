@@ -146,7 +146,7 @@ def check_partitions(facts: Facts) -> Iterator[Finding]:
             yield warning("partition", found, "wait, or choose another partition")
         elif site.seconds > slurm_seconds(longest):
             found = f"time: {site.time} is more than MaxTime={longest} of partition {name}"
-            shorter = f"set time: {longest} in the site file"
+            shorter = f"set time: {longest} in the site file, without --time among its sbatch_options"
             if "time" in facts.given:
                 shorter = f"give {facts.given['time']}{longest} or less"
             remedy = f"{shorter}, or choose another partition"

@@ -303,7 +303,9 @@ def again(submission: Submission, run: RunDir) -> str:
 def _by_hand(run: RunDir, site: Path, nodes: int) -> str:
     """Return the sbatch command of a script in slurm/ that resumes the run on nodes as those of this job."""
     folder, where, of_site = (shlex.quote(str(path)) for path in (Path.cwd(), run.path, site))
-    given = {f"--{name.lower()}": os.environ.get(f"SLURM_JOB_{name}") for name in ("PARTITION", "ACCOUNT")}
+    given = {
+        f"--{name.lower()}": os.environ.get(f"SLURM_JOB_{name}") for name in ("PARTITION", "ACCOUNT", "QOS")
+    }
     words = [f"--nodes={nodes}", *(f"{key}={value}" for key, value in given.items() if value)]
     words.append(os.environ.get("TBA_SCRIPT", "slurm/tba_math.sbatch"))
     return f"cd {folder} && RUN={where} SITE={of_site} sbatch {shlex.join(words)}"

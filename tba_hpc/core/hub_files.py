@@ -78,7 +78,7 @@ def hub_home(environment: Mapping[str, str]) -> Path:
 
 def hub_cache(environment: Mapping[str, str]) -> Path:
     """Return the folder in which the Hugging Face libraries keep models."""
-    chosen = environment.get("HF_HUB_CACHE")
+    chosen = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
     return _expanded(chosen) if chosen else hub_home(environment) / "hub"
 
 

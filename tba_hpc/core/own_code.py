@@ -73,7 +73,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
         return []
 
 
-def refusal(function: Callable[..., Any], *arguments: object, **keywords: object) -> str:
+def refusal(function: Callable[..., Any], /, *arguments: object, **keywords: object) -> str:
     """Return why a user's function or class does not take these arguments; empty if it does.
 
     A compiled one without a signature may take any.

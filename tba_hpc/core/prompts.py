@@ -118,7 +118,7 @@ def prompt_of(request_id: int, *, seed: int, prompts: int) -> int:
     return int(_permutation(seed, prompts, epoch)[place])
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=2)
 def _permutation(seed: int, prompts: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, _PROMPT_ORDER, epoch]).permutation(prompts)
 

@@ -107,7 +107,7 @@ class Conversational(Jsonl):
         """Return the row of a user's question. Raises ConfigError if an episode cannot begin with it."""
         row: object = None
         with suppress(ValueError, RecursionError):
-            row = json.loads(text)
+            row = json.loads(text.removeprefix("\ufeff"))
         try:
             if isinstance(row, dict):
                 return self._checked(row)

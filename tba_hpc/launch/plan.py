@@ -256,16 +256,16 @@ class Site(Section):
 def load_site(path: Path, options: Sequence[str] = (), **keys: object) -> Site:
     """Read a site file, or a shipped site by its name. ``keys`` override the values of the file.
 
-    options: further options of sbatch, which override both. Those in REQUESTS become site keys, also if they
-    stand under sbatch_options, so that checks see what the job requests; the others are added to
-    sbatch_options. Raises ConfigError if the file is missing or a value is wrong.
+    options: further options of sbatch, which override both and are added to sbatch_options. Options in
+    REQUESTS, from there or here, become site keys, so that checks see what the job requests. Raises
+    ConfigError if the file is missing or a value is wrong.
     """
     tree = read_tree(path, "sites")
     try:
         site = Site.model_validate({**tree, **keys})
         given = site.sbatch_options
         changed = {**tree, **requested(given), **keys, **requested(options)}
-        changed["sbatch_options"] = [option for option in (*given, *options) if not requested([option])]
+        changed["sbatch_options"] = [*(option for option in given if not requested([option])), *options]
         # As an option of sbatch does, they hold for both roles.
         both = dict.fromkeys(requested([*given, *options]).keys() & ComponentSite.model_fields.keys())
         for role in ("trainer", "searcher"):
@@ -278,16 +278,20 @@ def load_site(path: Path, options: Sequence[str] = (), **keys: object) -> Site:
 def requested(options: Sequence[str]) -> dict[str, str]:
     """Return the site keys that options of sbatch set. ``--partition=low`` and ``-p low`` set partition.
 
-    The last of several options for the same key counts. A wall time that is no number, such as UNLIMITED, is
-    left to sbatch.
+    The last of several options for the same key counts. A wall time without a limit, such as UNLIMITED or 0,
+    is left to sbatch.
     """
     found = {}
     for option in options:
         for key, short in REQUESTS.items():
             match = re.fullmatch(rf"(?:--{key}[=\s]\s*|-{short}\s*)(\S+)", option)
-            if match and (key != "time" or re.search(WALL_TIME, match[1])):
+            if match and (key != "time" or _is_limit(match[1])):
                 found[key] = match[1]
     return found
+
+
+def _is_limit(time: str) -> bool:
+    return bool(re.search(WALL_TIME, time)) and slurm_seconds(time) > 0
 
 
 def slurm_seconds(time: str) -> float:

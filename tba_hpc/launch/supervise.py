@@ -31,10 +31,13 @@ FIRST_ELASTIC = 5000
 LONG_SECONDS = 300
 """Seconds that searchers must have run for their failure to count as the first in a row."""
 
-NEAR_END_SECONDS = 420
+NEAR_END_SECONDS = 120
 """A job stopped with less than this left, s, plus the time for a checkpoint, had too short a time limit.
-One stopped earlier was preempted. The scripts in slurm/ are asked to stop 300 s before the end, whatever
-their site says. Slurm may ask up to 60 s earlier."""
+One stopped earlier was preempted. Slurm may ask up to 60 s earlier than it should."""
+
+SCRIPT_SECONDS = 270
+"""Time for a checkpoint in the scripts in slurm/, s: they are asked to stop 300 s before the end, whatever
+their site says, and 30 s are for the requeue."""
 
 TOO_SLOW = (
     "see the job's log, give it more time (--time, site key time) or, if its nodes were rejected, other "
@@ -330,10 +333,11 @@ def leave(job: JobState) -> str:
         except Exception as error:  # the job ends with or without a report
             say(f"the report could not be written ({error}): try tba report {job.run}")
         return job.end()
-    idle, goes_on = _count_idle(job), job.requeue != "no" or bool(job.links)
+    idle, early = _count_idle(job)
+    goes_on = job.requeue != "no" or bool(job.links)
     if idle > (job.relaunches if goes_on else 0):
         job.mark("idle").unlink()
-        remedy = TOO_EARLY if job.stop else TOO_SLOW
+        remedy = TOO_EARLY if early else TOO_SLOW
         why = f"nothing was sealed in {count(idle, 'allocation')} in a row: {remedy}"
         return job.refuse(f"{why}, and submit the same run again", Exit.NO_PROGRESS)
     if job.requeue == "no":
@@ -343,17 +347,21 @@ def leave(job: JobState) -> str:
     return "queue"
 
 
-def _count_idle(job: JobState) -> int:
-    """Count the allocations in a row that sealed nothing. Those that a preemption cut short do not count."""
+def _count_idle(job: JobState) -> tuple[int, bool]:
+    """Count the allocations in a row that sealed nothing. Those that a preemption cut short do not count.
+
+    Also return whether this one was asked to stop near its end.
+    """
     noted = _read(job.mark("idle")).strip()
     idle = int(noted) if noted.isdecimal() else 0
     seconds_left = float(os.environ.get("TBA_JOB_END", "inf")) - time.time()
+    near_end = seconds_left < max(job.save_seconds, SCRIPT_SECONDS) + NEAR_END_SECONDS
     if _progress(job, "allocated"):
         idle = 0
-    elif not job.stop or seconds_left < job.save_seconds + NEAR_END_SECONDS:
+    elif not job.stop or near_end:
         idle += 1
     write_atomic(job.mark("idle"), f"{idle}\n")
-    return idle
+    return idle, job.stop and near_end
 
 
 def _for_good(job: JobState) -> bool:

@@ -376,7 +376,8 @@ def _compile_errors() -> Iterator[None]:
     except TorchDynamoException as error:
         raise ConfigError(
             f"torch cannot compile the model's layers ({str(error).strip().splitlines()[0]}): set "
-            "model.compile=false, or install what it lacks, such as a C compiler"
+            "model.compile=false, which names faults that the compiler hides, or install what it lacks, such "
+            "as a C compiler"
         ) from error
 
 

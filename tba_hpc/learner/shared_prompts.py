@@ -58,6 +58,8 @@ class _Gather(torch.autograd.Function):
 
 def gather(value_RF: Tensor, places: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the rows at each of ``places``, as [*shape, F] with gradient. places: int64, of any shape."""
+    if not value_RF.requires_grad:  # torch cannot compile a Function without gradient
+        return tuple(value_RF.index_select(0, at.flatten()).unflatten(0, at.shape) for at in places)
     gathered: tuple[Tensor, ...] = _Gather.apply(value_RF, *places)
     return gathered
 

@@ -43,8 +43,8 @@ with a wait."""
 LONG_SECONDS = 600.0
 """Time after which waits are judged even if an attempt has trained for fewer than EARLY_STEPS, s."""
 
-SEARCHER_LOG = "tba logs RUN --rank searcher-0"
-"""Command that shows why trajectories were set aside."""
+SEARCHER_LOG, ELASTIC_LOG = "tba logs RUN --rank searcher-0", "tba logs RUN --rank elastic"
+"""Commands that show why trajectories were set aside, the second in a run whose searchers are all elastic."""
 
 HUGE = 1e6
 """Absolute mean reward above which rewards explain why a loss or gradient norm is not finite."""
@@ -240,13 +240,14 @@ def rejected_rewards(view: View) -> Alert | None:
     if share <= 0.01:
         return None
     when = ", none since the last start" if rejected == view.trends.rejected_before else ""
+    log = SEARCHER_LOG if view.config.launch.searchers else ELASTIC_LOG
     own = ", or their environment or program failed" if view.config.task.has_conversations else ""
     return _alert(
         f"{rejected:,} trajectories ({_share(share)}) set aside without a reward{when}",
-        key=SEARCHER_LOG,
+        key=log,
         why=f"their reward was not finite{own}, or the rewards of their group could not be computed; what "
         "remains is a biased sample",
-        remedy=f"see with {SEARCHER_LOG} what failed, and at which prompts; correct the task's code or data, "
+        remedy=f"see with {log} what failed, and at which prompts; correct the task's code or data, "
         "its environment, program or judge",
     )
 

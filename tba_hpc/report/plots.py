@@ -108,7 +108,10 @@ def _figures(data: RunData) -> list[Lines]:
         return [*FIGURES]
     shown = names[:4]
     room = 48 // len(shown)  # characters of a name in the legend
-    lines = [(name, COLOURS[run_line(i)[0]], name.removeprefix(NAMED)[:room]) for i, name in enumerate(shown)]
+    lines = [
+        (name, COLOURS[run_line(i)[0]], name.removeprefix(NAMED).lstrip("_")[-room:])
+        for i, name in enumerate(shown)
+    ]
     left_out = f"; {len(shown)} of {len(names)}" if len(names) > len(shown) else ""
     note = f"mean per fresh completion, without weights{left_out}"
     return [FIGURES[0], Lines("Rewards by name", note, lines), *FIGURES[1:]]

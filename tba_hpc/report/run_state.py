@@ -233,7 +233,8 @@ def _number(job: str) -> int:
 
 
 def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
-    waiting = next(component for component in job if component["state"] in QUEUED)
+    queued = [component for component in job if component["state"] in QUEUED]
+    waiting = next((component for component in queued if NEVER.match(component["reason"])), queued[0])
     reason, step, events = waiting["reason"], monitor.step, monitor.events
     held = "held" in reason.lower() or "hold" in reason.lower()
     command, why_not = f"scontrol release {waiting['job']}" if held else "", bracketed(reason)

@@ -240,7 +240,7 @@ def print_summary(run: RunDir, summary: Summary, *, as_json: bool = False) -> No
 def _question(task: TaskSection) -> str:
     """Return a question for ``tba ask``, in a shell's syntax: a whole row if the task has conversations."""
     file = task.test_file or task.train_file
-    return f'"$(head -n 1 {shlex.quote(file)})"' if task.has_conversations and file else '"…"'
+    return f'"$(grep -m 1 {{ {shlex.quote(file)})"' if task.has_conversations and file else '"…"'
 
 
 def _optional_rows(summary: Summary) -> dict[str, Cell]:

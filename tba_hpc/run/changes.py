@@ -9,10 +9,15 @@ from tba_hpc.core import schedules
 from tba_hpc.run.checkpoints import latest_checkpoint, step_of
 from tba_hpc.run.directory import PER_START, RunDir
 from tba_hpc.run.events import log_event
+from tba_hpc.run.inputs import forget_inputs
+from tba_hpc.run.owners import holders
 
 
 def create(config: Config) -> RunDir:
     """Make or resume the run directory of a config; log an event ``changed`` if a resume changes keys.
+
+    A run that has produced nothing forgets its model and prompts, since the config may now name others. While
+    elastic searchers are at work on them, it does not, and ranks refuse others.
 
     Raises the ConfigErrors of ``RunDir.create`` and ``refuse_steps_behind``.
     """
@@ -20,6 +25,9 @@ def create(config: Config) -> RunDir:
     refuse_steps_behind(run, config)
     changed = changes(run, config)
     RunDir.create(config)
+    searchers = {file.stem for file in run.owners.glob("searcher-*.*")}
+    if run.came_to_nothing and not holders(run, searchers):
+        forget_inputs(run)
     if changed:
         log_event(run, "changed", keys=changed)
     return run

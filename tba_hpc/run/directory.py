@@ -218,8 +218,11 @@ class RunDir:
 
     @property
     def came_to_nothing(self) -> bool:
-        """True if no start has produced a shard, checkpoint, reference or evaluation, or taken a step."""
-        made = (self.shards, self.checkpoints, self.references, self.evaluations)
+        """True if no start has taken a step, or produced a shard, checkpoint, reference or evaluation.
+
+        Weights in files are products, too: a searcher would take those of another model for the run's.
+        """
+        made = (self.shards, self.weights, self.checkpoints, self.references, self.evaluations)
         return not self.has_learned and not any(
             path for folder in made for path in folder.glob("**/[!.]*") if path.is_file()
         )
@@ -302,14 +305,8 @@ class RunDir:
         self._freeze(config)
 
     def _freeze(self, config: Config) -> None:
-        """Write the frozen config; first copy the previous one, if there is one, to the history.
-
-        If the run has produced nothing, the digests of its prompts and model are deleted instead, since the
-        new config may name others.
-        """
-        if self.came_to_nothing:
-            shutil.rmtree(self.inputs, ignore_errors=True)
-        elif self.config_file.exists():
+        """Write the frozen config; first copy the previous one, if there is one, to the history."""
+        if self.config_file.exists() and not self.came_to_nothing:
             self._keep(self.config(), config)
         text = dump_config(config)
         write_atomic(self.config_file, f"{CONFIG_HEADER}{_checksum(text)}\n{text}")

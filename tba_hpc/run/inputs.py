@@ -81,6 +81,12 @@ def require_same_model(run: RunDir, path: str, folder: Path) -> None:
         )
 
 
+def forget_inputs(run: RunDir) -> None:
+    """Delete the checksums of prompts and the digests of the model's files."""
+    for file in (run.inputs / "model", *run.inputs.glob("*.crc32")):
+        file.unlink(missing_ok=True)
+
+
 def _checksum(prompt: Prompt) -> int:
     return crc32(prompt.target.encode(errors="surrogatepass"), crc32(prompt.tokens.tobytes()))
 

@@ -79,11 +79,14 @@ def _with_point(match: re.Match[str]) -> str:
 CONTINENTAL = r"\d{1,3}(?:\.\d{3})+,\d\d"
 """Pattern of an amount as written on the European continent, such as 1.000,50."""
 
+FIRST = rf"(?<!\d)(?<!\d[.,{NARROW}])(?<!\d\\[,!;: ])(?<!\d\{{,\}})"
+"""Pattern of the beginning of a number's first group of digits."""
+
 END = r"(?!\d|[.,]\d)"
 """Pattern of the end of a number."""
 
 SEPARATED = _rules(
-    (rf"(?<!\d)(?<!\d[.,])\d{{1,3}}(?:{SPACE}\d{{3}})+(?!\d|{SPACE}\d)", _ungrouped),
+    (rf"{FIRST}\d{{1,3}}(?:{SPACE}\d{{3}})+(?!\d|{SPACE}\d)", _ungrouped),
     (rf"(?<=\d\.)\d{{3}}(?:{SPACE}\d{{3}})*{SPACE}\d{{1,3}}(?!\d|{SPACE}\d)", _ungrouped),
     (r"(?<![\w.,'’])[1-9]\d{0,2}(?P<mark>['’]|\\?_)\d{3}(?:(?P=mark)\d{3})*(?![\d_'’\"])", _ungrouped),
     (rf"(?<![\w.,])[1-9]\d{{0,2}}(?:\.\d{{3}}){{2,}}{END}", _ungrouped),
