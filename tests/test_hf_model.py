@@ -236,6 +236,16 @@ def test_checkpointed_layers_are_computed_again_and_nothing_else_is_in_training_
     assert not [module for module in training if not hasattr(module, "gradient_checkpointing")]
 
 
+def test_a_model_with_parts_for_images_is_refused_with_the_name_of_its_text_model(tmp_path: Path) -> None:
+    size = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    parts = {"text_config": size | {"vocab_size": 130, "head_dim": 32}, "vision_config": size}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3", **parts)).save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"more parts than its text model.*transformers' Gemma3ForCausalLM\)"
+    ):
+        load_policy(str(tmp_path), "float32")
+
+
 def test_attention_that_takes_a_row_for_one_sequence_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_model, "ATTEND_ALONE", ())
     lost = PolicyLogprobs(make_model("nemotron"))

@@ -185,8 +185,8 @@ def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = No
 
     Dropout is off because log-probabilities must be those of the policy that samples. in_parts: DeepSpeed's
     settings, to shard the parameters by ZeRO-3 while they are read; all trainer ranks must then call this
-    together. None: load the whole model. Raises ConfigError if there is no such model, or if its
-    files lack weights.
+    together. None: load the whole model. Raises ConfigError if there is no such model, if its files lack
+    weights, or if it has parts for images or sound.
     """
     config = _from_pretrained(AutoConfig, path)
     for name, value in vars(config).items():
@@ -201,6 +201,12 @@ def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = No
         raise ConfigError(
             f"the files of model.path={path} lack {first_few(lacking)}, which would be random: copy or "
             "download the model again"
+        )
+    if policy.config.get_text_config() is not policy.config:
+        text_model = type(policy).__name__.replace("ForConditionalGeneration", "ForCausalLM")
+        raise ConfigError(
+            f"model.path={path} has more parts than its text model, which alone can be trained: save that "
+            f"one with its tokenizer into a folder (by transformers' {text_model}), and give the folder"
         )
     if in_parts:
         _compute_buffers_again(policy, dtype)
