@@ -43,14 +43,14 @@ TOO_SLOW = (
     "see the job's log, give it more time (--time, site key time) or, if its nodes were rejected, other "
     "nodes or no het job (--homogeneous)"
 )
-"""What to do about allocations in a row that sealed nothing."""
+"""Remedy for several allocations in a row that sealed nothing."""
 
 TOO_EARLY = (
     "the last was asked to stop before it could seal anything, because its time limit, less the time before "
     "the end at which Slurm asks, leaves too little: raise the limit (--time, site key time), or lower that "
     "time (site key signal_seconds; in a script by hand also #SBATCH --signal=B:USR1@SECONDS)"
 )
-"""What to do about them if the last was asked to stop near its end."""
+"""Remedy for them if the last one was asked to stop near its end."""
 
 READ: dict[str, Callable[[str], object]] = {
     "int": int,
