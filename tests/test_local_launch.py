@@ -539,7 +539,7 @@ def test_a_process_that_outlives_its_kill_is_named(monkeypatch: pytest.MonkeyPat
     """A process in the kernel's hands, of a dead GPU for example, ends only when these let go of it."""
     killed: list[int] = []
     monkeypatch.setattr(local, "kill_session", killed.append)
-    monkeypatch.setattr(local, "KILLED_SECONDS", 0.2)
+    monkeypatch.setattr(local, "RANKS_KILLED_SECONDS", 0.2)
     with subprocess.Popen(["sleep", "60"]) as stuck, subprocess.Popen(["true"]) as ended:
         world = local.Ranks([local.Child("trainer-0000", stuck)], [local.Child("searcher-0000", ended)])
         named = (

@@ -53,7 +53,7 @@ RANKS_CHECK_SECONDS = 0.25
 SEARCHERS_END_SECONDS = 60.0
 """Seconds that searchers may run after the last trainer has ended, in a run without MPI."""
 
-KILLED_SECONDS = 120.0
+RANKS_KILLED_SECONDS = 120.0
 """Seconds in which a killed process must disappear. Freeing hundreds of gigabytes takes a while."""
 
 TAIL_LINES = 15
@@ -285,7 +285,7 @@ class Ranks:
         for child in children:
             kill_session(child.process.pid)
         for child in children:
-            child.await_end(KILLED_SECONDS)
+            child.await_end(RANKS_KILLED_SECONDS)
 
     def poll(self) -> int | None:
         """Return the exit status of the run, or None while it continues.

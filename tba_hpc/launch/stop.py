@@ -37,7 +37,7 @@ from tba_hpc.run.slurm_queue import (
 LAUNCHER_END_SECONDS = 10.0
 """Seconds in which a launcher must kill its ranks and end. If it does not, it is killed."""
 
-KILLED_SECONDS = 10.0
+LAUNCHER_KILLED_SECONDS = 10.0
 """Seconds in which a killed process must disappear."""
 
 STOP_CHECK_SECONDS = 0.25
@@ -191,10 +191,12 @@ def _end(run: RunDir, owner: Owner) -> None:
     """
     if _goes(run, owner, signal.SIGINT, LAUNCHER_END_SECONDS):
         return
-    gone = _goes(run, owner, signal.SIGKILL, KILLED_SECONDS)
+    gone = _goes(run, owner, signal.SIGKILL, LAUNCHER_KILLED_SECONDS)
     log_event(run, "aborted")
     if not gone:
-        raise LaunchError(f"{owner} was killed, but still exists {KILLED_SECONDS:g} s later: look with ps")
+        raise LaunchError(
+            f"{owner} was killed, but still exists {LAUNCHER_KILLED_SECONDS:g} s later: look with ps"
+        )
 
 
 def _goes(run: RunDir, owner: Owner, number: signal.Signals, seconds: float) -> bool:
