@@ -377,6 +377,16 @@ def test_the_share_of_correct_answers_is_beside_a_mean_reward(
     assert "; correct answers: 25.0 % → 62.5 %" in written(run)
 
 
+def test_the_share_of_correct_answers_is_told_once_if_it_is_the_score(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(run.metrics_file("trainer"), [step(1, 5.0, loss=1.0)])
+    evaluate(run, "test", 0, (1, 1), 4)
+    print_summary(run, summarise(run))
+    text = capsys.readouterr().out
+    assert "pass@1 before" in text and "correct answers" not in text
+
+
 @pytest.mark.parametrize(
     ("names", "shown", "note"),
     [

@@ -311,6 +311,11 @@ def test_a_check_that_crashes_is_a_finding(folder: Path, monkeypatch: pytest.Mon
 def test_a_check_that_takes_too_long_is_given_up_with_a_warning(folder: Path) -> None:
     (warning,) = refuse([check_task], Facts(config=config_of(folder, name="own:Fine"), seconds=0.1))
     assert "took more than 0.1 s and was given up: ranks repeat it" in warning.sentence
+    assert "but try no judge" in warning.sentence
+    (warning,) = refuse(
+        [check_task], Facts(config=config_of(folder, name="own:Fine"), seconds=0.1, fetched_by="tba fetch")
+    )
+    assert "judge" not in warning.sentence, "for a job none would be tried"
 
 
 @pytest.mark.parametrize("task", ["environment", "agent", "jsonl"])
