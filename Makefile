@@ -53,6 +53,7 @@ quickstart: $(STAMP)
 	$(BIN)/tba run configs/quickstart.yaml --set run.seed=$(SEED) --set model.path=$(MODEL)
 
 install: $(STAMP)
+	@echo "installed: $(BIN)/tba --help lists the commands, make quickstart trains a tiny model"
 
 test: $(VENV)/with-test
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) -m 'not nightly' $(TESTS)
@@ -98,8 +99,9 @@ $(BIN)/pip:
 $(VENV)/installed-cpu $(VENV)/with-test $(VENV)/with-docs: HASHES := $(if $(WHEELHOUSE),,$(HASHES))
 $(VENV)/installed-cpu: $(LOCK) pyproject.toml | $(BIN)/pip
 	@$(CHECKED)
-	@echo "installing the pinned CPU stack (about 3 GB, once)"
+	@echo "installing the pinned CPU stack (about 3 GB, once): first torch"
 	@$(call INSTALL_TORCH,$(PIP))
+	@echo "then everything else"
 	@$(LOCKED) $(LOCK) | grep -v '^torch==' | $(PIP) $(PINS)
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/installed-*; touch $@
