@@ -121,6 +121,17 @@ def test_curves_lie_over_each_other_in_the_colours_of_the_page(runs: list[RunDir
     assert len({run_line(i) for i in range(12)}) == 12
 
 
+def test_rewards_with_names_lie_over_each_other_in_a_plot_each(runs: list[RunDir]) -> None:
+    """The second run has none of the second name."""
+    for run, names in zip(runs, (("right", "short", "a", "b", "c"), ("right",)), strict=True):
+        rewards = {f"reward/{name}": 0.5 for name in names}
+        write(run.metrics_file("searcher", 0), [search(5.0, 10, 100, version=1, **rewards)])
+    titles = [plot.title for plot in overlays([run.data for run in compare([run.path for run in runs])])]
+    assert [title for title in titles if title.startswith("Reward ")] == (
+        ["Reward a", "Reward b", "Reward c", "Reward right"]
+    )
+
+
 @pytest.mark.parametrize(
     ("model", "train", "shared"),
     [

@@ -56,6 +56,9 @@ STYLE: dict[Any, object] = {
 AXES = (0.12, 0.18, 0.86, 0.7)
 """Left, bottom, width and height of the axes, as shares of the figure. Computing them would take a second."""
 
+NAMES = 4
+"""Largest number of named rewards that are drawn."""
+
 
 class Plot(NamedTuple):
     """A drawn figure. note: text beside the title. svg: an <svg> element."""
@@ -101,20 +104,28 @@ def plots(data: RunData) -> list[Plot]:
 def _figures(data: RunData) -> list[Lines]:
     """Return FIGURES and, after the first, one of the task's rewards by name, if there are several.
 
-    It has the first four of them.
+    It has the first NAMES of them.
     """
-    names = sorted(name for name in data.trends.curves if name.startswith(NAMED))
-    if len(names) < 2:
+    names = _reward_names(data)
+    if not names:
         return [*FIGURES]
-    shown = names[:4]
+    shown = names[:NAMES]
     room = 48 // len(shown)  # characters of a name in the legend
-    lines = [
-        (name, COLOURS[run_line(i)[0]], name.removeprefix(NAMED).lstrip("_")[-room:])
-        for i, name in enumerate(shown)
-    ]
+    lines = [(name, COLOURS[run_line(i)[0]], _reward_name(name)[-room:]) for i, name in enumerate(shown)]
     left_out = f"; {len(shown)} of {len(names)}" if len(names) > len(shown) else ""
     note = f"mean per fresh completion, without weights{left_out}"
     return [FIGURES[0], Lines("Rewards by name", note, lines), *FIGURES[1:]]
+
+
+def _reward_names(*runs: RunData) -> list[str]:
+    """Return the metrics of the rewards that a task returns by name; none if it returns only one."""
+    names = {name for data in runs for name in data.trends.curves if name.startswith(NAMED)}
+    return sorted(names) if len(names) > 1 else []
+
+
+def _reward_name(metric: str) -> str:
+    """Return a reward's name without the underscores in front, which matplotlib's legends leave out."""
+    return metric.removeprefix(NAMED).lstrip("_")
 
 
 def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
@@ -123,7 +134,12 @@ def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
     kl: whether to draw KL, which can be compared only if all runs have the same reference.
     """
     names = [data.score_name for data in runs if data.evaluations] or ["score"]
+    rewards = [
+        Lines(f"Reward {_reward_name(name)}", "mean per fresh completion, without weights", _one(name))
+        for name in _reward_names(*runs)[:NAMES]
+    ]
     shown = [figure for figure in FIGURES if figure.compared and (kl or figure.title != "KL")]
+    shown[1:1] = rewards
     drawn = (
         _plot(printable(names[0]), "validation, and held-out before and after", _scores, runs),
         *(_plot(figure.title, figure.note, _overlaid, runs, figure) for figure in shown),
@@ -252,7 +268,7 @@ def _lines(ax: Axes, data: RunData, figure: Lines) -> bool:
 
 def _overlaid(ax: Axes, runs: Sequence[RunData], figure: Lines) -> bool:
     """Draw the first metric of a figure for each run."""
-    curves = [data.trends.curves[figure.lines[0][0]] for data in runs]
+    curves = [data.trends.curves.get(figure.lines[0][0], Curve()) for data in runs]
     for index, curve in enumerate(curves):
         (x, y), (color, style) = _columns(curve), run_line(index)
         _line(ax, x, _smooth(y), COLOURS[color], linestyle=style)
