@@ -106,7 +106,7 @@ def test_a_searcher_that_only_rejects_ends_with_a_sentence(
 ) -> None:
     """As a mistake of the user's, which no other start would mend."""
     sentence = (
-        r"^there were 7 groups without a usable reward in a row, at last rewards\(\) of "
+        r"^there were 7 groups without a usable reward in a row, the last because rewards\(\) of "
         rf"prompt \d \(request \d+\) {last}: correct the cause, and start from the config "
         r"again \(the run keeps a copy of the code\)$"
     )
@@ -126,7 +126,7 @@ def test_the_end_of_a_searcher_names_why_environments_failed(tmp_path: Path) -> 
         shut = tuple(replace(one, fault="the shop is shut") for one in group.completions)
         scorer.submit(replace(group, completions=shut))
     last = "1 of 1 episodes of prompt 1 (request 1) gave no usable reward (the shop is shut)"
-    sentence = f"in a row, at last {re.escape(last)}: correct the cause"
+    sentence = f"in a row, the last because {re.escape(last)}: correct the cause"
     with pytest.raises(ConfigError, match=sentence):
         scorer.close()
 
@@ -470,8 +470,8 @@ def judge(folder: Path, task: TabularTask, times: int) -> list[Judged]:
 
 def test_a_task_that_can_judge_nothing_ends_the_searcher(tmp_path: Path) -> None:
     sentence = (
-        r"there were 4 answers that could not be judged in a row, at last correct\(\) of test prompt 3 "
-        r"raised ValueError: unreadable \(test_scorer\.py:\d+ in correct\): correct the cause"
+        r"there were 4 answers that could not be judged in a row, the last because correct\(\) of test "
+        r"prompt 3 raised ValueError: unreadable \(test_scorer\.py:\d+ in correct\): correct the cause"
     )
     with pytest.raises(ConfigError, match=sentence):
         judge(tmp_path, Unjudged({0, 1, 2, 3}), 10)

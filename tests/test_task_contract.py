@@ -278,5 +278,5 @@ def test_reasons_beyond_a_bound_are_counted_together(caplog: pytest.LogCaptureFi
 def test_failures_for_different_reasons_count_towards_one_limit() -> None:
     failures = Failures("failures", "on", limit=3)
     note_all(failures, ["a", "b"])
-    with pytest.raises(ConfigError, match="there were 3 failures in a row, at last episode 0 failed: "):
+    with pytest.raises(ConfigError, match="3 failures in a row, the last because episode 0 failed: "):
         note_all(failures, ["c"])

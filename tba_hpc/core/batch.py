@@ -60,11 +60,11 @@ def plan(
     ZeRO moves weights and gradients between ranks in every micro-batch, so the ranks must compute in step.
     All ranks therefore get equally many parts, with equally many micro-batches in each.
 
-    budget: token limit of a micro-batch, padding included; None: the tokens of the largest group, or
-    ``enough`` if that is more. share_prompts: whether a group's prompt is laid out once for all of its
-    completions, without padding. Attention then still reads the prompt once per completion, so a micro-batch
-    may also read at most READ_FACTOR times the budget. Without share_prompts, a trajectory of several
-    sequences may exceed the budget by its padding.
+    budget: token limit of a micro-batch, padding included; None: ``enough``, or the tokens of the largest
+    group if these are more. share_prompts: whether a group's prompt is laid out once for all of its
+    completions, without padding. Attention then still reads the prompt once per completion. Several groups
+    are therefore put together only if attention reads at most READ_FACTOR times the budget. Without
+    share_prompts, a trajectory of several sequences may exceed the budget by its padding.
 
     Groups larger than the budget form the first part, in several micro-batches; a rank with fewer such groups
     adds its largest others. Each further part is one micro-batch of whole groups. The largest group comes
@@ -108,7 +108,7 @@ def plan(
 
 
 def _padded(batch: TrajectoryBatch) -> Callable[[np.ndarray], int]:
-    """Return a function from indices of rows to the tokens of their rectangle, padding included."""
+    """Return a function from indices of rows to the number of tokens in their padded rectangle."""
     sequences, row = cut(batch.sequences, batch.prompt_length_N, batch.begin_T)
     sequences_N = np.bincount(row)
     longest_N = np.maximum.reduceat(sequences.lengths, offsets_of(sequences_N)[:-1])

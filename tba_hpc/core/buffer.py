@@ -93,7 +93,7 @@ class ReplayBuffer:
     def _clear(self) -> None:
         self._store = LiveStore()
         self._sampler = self._new_sampler(self._store)
-        self._used_up: set[int] = set()  # numbers of groups with used-up trajectories; some groups are gone
+        self._used_up: set[int] = set()  # numbers of groups with used-up trajectories, even evicted ones
 
     def __len__(self) -> int:
         """Return the number of live trajectories."""
@@ -162,7 +162,7 @@ class ReplayBuffer:
             fields["embedding"] = embedding_ND = self._embed(arrived.actions)
             dtype = np.dtype([*LIVE_RECORD.descr, ("embedding", "<f4", embedding_ND.shape[1:])])
         if self._value_beta is not None:
-            # Now, since some of the request's completions may soon be dropped as duplicates or evicted.
+            # Before duplicates are dropped and others evicted, since V̂ needs all completions of a request.
             fields["value"] = soft_values(arrived, self._value_beta)
         record = as_record(arrived.record, dtype)
         for name, value in {**fields, "revision": self._revision, "sync": self._sampler.sync}.items():
@@ -271,7 +271,7 @@ class ReplayBuffer:
         return used_up
 
     def _evict(self, leaving: Iterable[tuple[int, np.ndarray]]) -> int:
-        """Evict trajectories, given numbers of groups and a mask, bool [K], for each; return how many."""
+        """Evict marked trajectories, given each group's number and mask, bool [K]; return how many."""
         gone = sum(self._store.remove(number, leaves_K) for number, leaves_K in leaving)
         self.evicted += gone
         return gone

@@ -31,7 +31,7 @@ def find_file(model: str, name: str, environment: Mapping[str, str]) -> Path | N
 
 
 def model_fields(model: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of a model's config.json, those of its text model above others.
+    """Return the fields of a model's config.json; those in ``text_config`` replace others of the same name.
 
     Empty if the file is not on this machine or cannot be read.
     """
@@ -56,7 +56,7 @@ def is_offline(environment: Mapping[str, str]) -> bool:
 
 
 def refused_by_hub(model: str, environment: Mapping[str, str]) -> str:
-    """Ask the hub once for a model's config.json; return why it cannot be had, or an empty string."""
+    """Ask the hub once for a model's config.json; return why the hub does not give it, or ""."""
     if is_offline(environment):
         return "HF_HUB_OFFLINE=1 forbids a download"
     from huggingface_hub import get_hf_file_metadata, hf_hub_url  # slow to import

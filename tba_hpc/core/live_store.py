@@ -91,7 +91,7 @@ class LiveStore:
         return number
 
     def count_uses(self, rows: set[Row]) -> dict[int, np.ndarray]:
-        """Count one more use of each of ``rows``; return their numbers of uses, int32, by group number."""
+        """Count one more use of each of ``rows``; return their new counts, int32, by number of the group."""
         chosen = dict[int, list[int]]()
         for number, row in rows:
             chosen.setdefault(number, []).append(row)

@@ -22,7 +22,7 @@ GPT2_FIELDS = {
     "n_positions": "max_position_embeddings",
     "n_inner": "intermediate_size",
 }
-"""Names of fields in GPT-2's config.json, and in that of other models."""
+"""GPT-2's names for fields of config.json, each with the name in other models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +30,11 @@ class Shape:
     """Dimensions of a decoder or a text encoder.
 
     kind: the model_type of config.json. query, key_value: width of all heads together. inner: hidden width of
-    the MLP, or of one expert. experts_per_token: 1 without experts. matrices: number of weights in a layer's
-    linear maps, all experts together. mixture: whether it is a mixture of experts. table: number of weights
-    in the embeddings, learned positions included. head: number of weights in the output layer; 0 if it uses
-    those of the embeddings. vocabulary: number of tokens; 0 if no logits are computed. disk_bytes: bytes per
-    weight in the model's files. gated: whether the MLP has a gate, as in Llama.
+    the MLP, or of one expert. experts_per_token: 1 without experts. layer_weights: number of weights in a
+    layer's linear maps, all experts together. mixture: whether it is a mixture of experts. table: number of
+    weights in the embeddings, learned positions included. head: number of weights in the output layer; 0 if
+    it uses those of the embeddings. vocabulary: number of tokens; 0 if no logits are computed. disk_bytes:
+    bytes per weight in the model's files. gated: whether the MLP has a gate, as in Llama.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Shape:
     key_value: int
     inner: int
     experts_per_token: int
-    matrices: int
+    layer_weights: int
     mixture: bool
     table: int
     head: int
@@ -56,7 +56,7 @@ class Shape:
     @property
     def parameters(self) -> int:
         """Number of weights, without those of norms and biases, which are below 0.1 % of a large model."""
-        return self.layers * self.matrices + self.table + self.head
+        return self.layers * self.layer_weights + self.table + self.head
 
     @property
     def key_value_heads(self) -> int:
@@ -115,7 +115,7 @@ def shape_of(fields: Mapping[str, Any]) -> Shape:
         key_value=key_value,
         inner=inner,
         experts_per_token=each,
-        matrices=shared + max(experts, 1) * mlp,
+        layer_weights=shared + max(experts, 1) * mlp,
         mixture=experts > 0,
         table=(words + positions) * hidden,
         head=0 if tied else words * hidden,

@@ -125,7 +125,7 @@ def _line(frame: traceback.FrameSummary) -> str:
 
 
 def _refusal(key: str, name: str, error: BaseException) -> ConfigError:
-    """Make an error that names the module's line that was executed last, or that has the syntax error."""
+    """Make a ConfigError that names a line of the module: the last one executed, or that of a SyntaxError."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(f.filename, f.lineno) for f in frames if f.filename.endswith(f"{name.replace('.', '/')}.py")]
     place = (error.filename, error.lineno) if isinstance(error, SyntaxError) else lines[-1] if lines else None

@@ -136,7 +136,7 @@ def cut(sequences: Ragged, prompt_length_N: np.ndarray, begin_T: np.ndarray) -> 
     Returns the pieces in order, and for each piece the index of the sequence that it was cut from, int64.
     """
     begins = np.flatnonzero(begin_T)
-    before = offsets_of(prompt_length_N)  # tokens of all prompts before each
+    before = offsets_of(prompt_length_N)  # number of prompt tokens before each sequence
     row = np.searchsorted(sequences.offsets - before, begins, "right") - 1
     offsets = np.union1d(sequences.offsets, begins + before[row + 1])
     return Ragged(sequences.values, offsets), np.searchsorted(sequences.offsets, offsets[:-1], "right") - 1

@@ -248,7 +248,7 @@ class Generator(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Number of completions, unfinished or in finished groups, that ``step`` has yet to return."""
+        """Number of completions that ``step`` has yet to return, finished ones included."""
 
     def submit(self, request: Request) -> None:
         """Queue a request. Its completions must have ``top_logprobs`` if ``request.sampling`` asks for them.
@@ -272,7 +272,7 @@ class Generator(Protocol):
 class Reference(Protocol):
     """The reference policy π_ref. Always called in the same background thread.
 
-    step: optimizer step of this policy; 0 is the initial one.
+    step: optimizer step that made this policy; 0: the initial policy.
     """
 
     step: int
@@ -388,8 +388,8 @@ class Backend(Protocol):
     ) -> SharedLearner:
         """Make a trainer rank's learner.
 
-        rank, ranks: its index among the trainer ranks, and their number. store: folder of this attempt, which
-        all trainer ranks share. folder_of: as for ``reference``.
+        rank, ranks: its index among the trainer ranks, and their number. store: folder of this attempt by
+        whose files the trainer ranks find each other. folder_of: as for ``reference``.
         """
 
 

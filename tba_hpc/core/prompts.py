@@ -74,11 +74,11 @@ class CompletedRequests:
         return found
 
     def others(self, place: int, places: int) -> Iterator[int]:
-        """Yield the ids ≡ ``place`` (mod ``places``) of all other requests, ascending, without end.
+        """Yield the ids of requests not yet completed, those ≡ ``place`` (mod ``places``), without end.
 
-        A searcher issues the requests of its place. As a rule no other searcher has that place, so no request
-        is issued twice in an attempt. The next searcher with this place issues uncompleted requests again. So
-        do the searchers after a resume, which may have another number of places.
+        Ids ascend. A searcher issues the requests of its place. As a rule no other searcher has that place,
+        so no request is issued twice in an attempt. The next searcher with this place issues again what is
+        not completed. So do the searchers after a resume, even if the number of places has changed.
         """
         return (request_id for request_id in itertools.count(place, places) if request_id not in self)
 
@@ -203,7 +203,8 @@ def _refuse_a_small_queue(config: Config, prompts: int) -> None:
             f"{config.train.prompts_per_step} may hold {config.groups_ahead} groups; raise the capacity to "
             f"at least {needed} completions, or lower max_staleness or prompts_per_step"
         )
-    groups = (config.groups_ahead - 2) // prompts + 2  # epochs may end and begin with one prompt
+    # An epoch may begin with the prompt that ended the last one.
+    groups = (config.groups_ahead - 2) // prompts + 2
     if buffer.capacity_per_prompt < (needed := groups * size):
         raise ConfigError(
             f"buffer.capacity_per_prompt={buffer.capacity_per_prompt} would drop groups unused: a queue of "

@@ -135,10 +135,10 @@ class Sampler:
 
 
 class _Draw:
-    """Draws prompts in random order, in constant time: each once, then in a new pass each again.
+    """Draws every prompt once, in random order, and then all again in a new pass.
 
-    waiting: prompts not yet drawn in this pass. drawn: the others. A prompt that is no longer useful, such as
-    one without live trajectories, is dropped when it is drawn.
+    A draw takes constant time. waiting: prompts not yet drawn in this pass. drawn: the others. A prompt that
+    is no longer useful, such as one without live trajectories, is dropped when it is drawn.
     """
 
     def __init__(self, waiting: Iterable[int] = (), drawn: Iterable[int] = ()) -> None:

@@ -25,7 +25,7 @@ from tba_hpc.core.types import Completion, Prompt, Split
 log = logging.getLogger(__name__)
 
 TOLD_EVERY = 100
-"""Interval, in failures for the same reason, at which one is logged after the first."""
+"""After the first failure for a reason, one in this many is logged."""
 
 MOST_REASONS = 100
 """Number of reasons that are told apart; any others are counted as one."""
@@ -169,9 +169,8 @@ def _numbers(values: object, total: int) -> list[float] | None:
 class Failures:
     """Counter of failures in a task's code, which logs some and raises ConfigError at ``limit`` in a row.
 
-    things: plural noun for what fails, for the error. then: clause that says
-    what happens after a failure, for the log. in_a_row: number of failures since the last success, after
-    which the caller sets it to 0.
+    things: plural noun for what fails, for the error. then: clause that says what happens after a failure,
+    for the log. in_a_row: number of failures in a row; the caller sets it to 0 after a success.
     """
 
     things: str
@@ -199,6 +198,6 @@ class Failures:
         self.in_a_row += counts
         if self.in_a_row >= self.limit:
             raise ConfigError(
-                f"there were {self.in_a_row} {self.things} in a row, at last {what}: correct the cause, and "
-                "start from the config again (the run keeps a copy of the code)"
+                f"there were {self.in_a_row} {self.things} in a row, the last because {what}: correct the "
+                "cause, and start from the config again (the run keeps a copy of the code)"
             )

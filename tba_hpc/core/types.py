@@ -31,7 +31,9 @@ FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 The field ``truncated`` of RECORD is an index into this tuple."""
 
 BEHAVIOUR = -1
-"""Step of a reference that is the sampling policy itself: ``ref_logprobs`` then equal ``logprobs``."""
+"""Value in place of a reference's step: the reference is the policy that sampled the trajectory.
+
+``ref_logprobs`` then equal ``logprobs``."""
 
 BEGIN = np.float32(np.inf)
 """Marker in ``logprobs``: a further sequence begins at this token, which the policy did not sample.
@@ -205,8 +207,8 @@ class Completion:
 
     In a conversation: reward is the environment's, NaN if the environment failed, None if the task rewards
     the completion. fault says why the environment failed or gave no finite reward. calls and failed_calls are
-    numbers of tool calls. last_turn holds the tokens of the last sampled turn, int32;
-    None: they are ``tokens``.
+    numbers of tool calls. last_turn holds the tokens of the last sampled turn, int32; None: that turn is the
+    whole completion.
     """
 
     tokens: np.ndarray
