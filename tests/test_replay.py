@@ -166,7 +166,7 @@ def test_what_is_moved_while_it_is_replayed_is_found_again(tmp_path: Path) -> No
     np.testing.assert_array_equal(read_sealed(run, first).trajectories.logprobs, whole.trajectories.logprobs)
     for path in run.kept_files().values():
         path.unlink()
-    with pytest.raises(ShardError, match=r"000001.h5 was deleted, because its run is still at work: record"):
+    with pytest.raises(ShardError, match=r"000001.h5 was deleted by its run after this command had begun"):
         read_sealed(run, second)
 
 

@@ -3,7 +3,7 @@
 The trainer publishes weights as safetensors files, and reads shards where searchers sealed them. One small
 file, ``latest.json``, is the manifest. It lists the published weights, holds the cursor of each searcher (how
 many of its shards are merged), and says whether the trainer has ended. Only the trainer writes it, and always
-replaces it as a whole. No file depends on a searcher, so the death of a searcher costs nothing.
+replaces it as a whole. None of this waits for a searcher, so the death of one costs nothing.
 
 Weights that are to be evaluated stay listed, and on disk, until their evaluation is complete. If too many
 wait, the oldest are removed. A searcher takes the oldest weights that wait for its evaluation. If none wait,
@@ -176,7 +176,7 @@ class FileTrainerExchange:
         self._retry = partial(retry, seconds=timeout)
         self._memory = DeltaMemory(layout)
         self._remove_leftovers()
-        self._completed = CompletedRequests.from_array(progress.completed.to_array())  # for the cursors below
+        self._completed = CompletedRequests.from_array(progress.completed.to_array())  # rounds add to it
         self._manifest = self._first_manifest(attempt, progress.cursors)
         self._arrived: deque[Shard] = deque()
         self._stop_requested = False
@@ -305,8 +305,8 @@ class FileTrainerExchange:
         going = [entry for entry in waiting if entry.publication.evaluate != "test"][:-MOST_WAITING]
         for entry in going:
             log.warning(
-                "the weights of step %d are removed before their %s is complete, because %d newer weights "
-                "wait for it, too: a searcher has died, or an evaluation takes longer than evaluate.every "
+                "the weights of step %d are removed before their %s is complete, because %d newer ones wait "
+                "for theirs, too: a searcher has died, or an evaluation takes longer than evaluate.every "
                 "steps",
                 *(entry.publication.version, entry.publication.evaluate, MOST_WAITING),
             )
@@ -393,8 +393,8 @@ class FileSearcherExchange:
         self._own: WeightFile | None = None  # copy of the weights, to which changes are applied
         self._own_sequence = -1  # sequence number of the weights in that copy
         self._offered: list[int] = []
-        with suppress(OSError):  # the next trainer removes it
-            for left in folder.glob(f"{HELD}{searcher:04d}-*"):  # left by a killed searcher of this number
+        with suppress(OSError):  # the next trainer removes what is left
+            for left in folder.glob(f"{HELD}{searcher:04d}-*"):  # by a killed searcher of this number
                 left.unlink(missing_ok=True)
 
     def progress(self) -> Progress:
@@ -632,9 +632,8 @@ class ElasticSearcherExchange(FileSearcherExchange):
     def _next_entry(self) -> Entry | None:
         """Return the publication to take next, or None if there is no new one.
 
-        A searcher that evaluates gets the oldest publication whose requested evaluation it has not begun.
-        Otherwise it gets the newest unseen publication, without any request for an evaluation, which other
-        searchers carry out.
+        A searcher that evaluates gets the oldest publication whose evaluation it has not begun. If none is
+        left, or if others evaluate, it gets the newest unseen publication, without its evaluation.
         """
         entries = self._manifest.entries if self._manifest else ()
         taken = {sequence for sequence, _ in self._asked.values()}

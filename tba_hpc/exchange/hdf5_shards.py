@@ -147,7 +147,8 @@ def read_sealed(run: RunDir, key: ShardKey) -> Shard:
         with contextlib.suppress(FileNotFoundError):
             return read_shard(place)
     raise ShardError(
-        f"{path} was deleted, because its run is still at work: record with exchange.keep_shards=1"
+        f"{path} was deleted by its run after this command had begun: let the run keep its shards "
+        "(exchange.keep_shards=1)"
     )
 
 
@@ -413,7 +414,7 @@ class PendingShards:
         self._searchers = searchers
         self._among = among
         self._timeout = timeout
-        self._missed: dict[Path, float] = {}  # since when, on the monotonic clock
+        self._missed: dict[Path, float] = {}  # since when each is missing, on the monotonic clock
         self._given_up: set[Path] = set()
 
     def read(self, cursors: Mapping[int, int]) -> Iterator[Shard]:
@@ -526,7 +527,7 @@ class PendingShards:
         del self._missed[path]
         self._given_up.add(path)
         log.warning(
-            "%s could not be read for %g s (%s), and others follow it: the run continues without it",
+            "%s could not be read for %g s (%s): the run continues without it",
             *(path, self._timeout, error.strerror),
         )
         return True

@@ -13,10 +13,10 @@ Published weights have *sequence numbers* from 0. A node keeps them in two files
 replace weights n − 2, and are written after the round of weights n − 1. Nobody reads what is overwritten,
 because:
 
-- Every rank that reads weights holds a *reader* of their file. A searcher gets the reader in the round of
-  these weights, when it shows them to its main thread. At the same time it drops the reader of the previous
-  weights, unless its main thread has taken those. So after the round of weights n − 1 nobody begins to read
-  weights n − 2.
+- Every rank that reads weights holds a *reader* of their file. A searcher's exchange thread opens it in the
+  round that brings the weights, and shows the weights to the main thread. At the same time it drops the
+  reader of the previous weights, unless the main thread has taken those. So after the round of weights n − 1
+  nobody begins to read weights n − 2.
 - The lowest rank of a node confirms the round of weights n − 1 only when nobody reads weights n − 2 any more.
   If a rank goes on reading, in an evaluation or because its engine is slow, a third file takes the place of
   the file that it reads.
@@ -89,6 +89,7 @@ HEADER = np.dtype(
     ]
 )
 """The leader's message to every rank at the start of a round."""
+
 READY = np.dtype([("stop", "<i8"), ("shards", "<i8")])
 """A rank's first answer in a round: whether it asks to stop the run (1 or 0), and how many shards follow."""
 
@@ -351,7 +352,7 @@ class _Peer:
         """
         reported = time.monotonic()
         while not (
-            self._world.is_called(Tag.HEADER) or (self._is_free() and self._memory.has_room(sequence))
+            self._world.has_message(Tag.HEADER) or (self._is_free() and self._memory.has_room(sequence))
         ):
             time.sleep(IDLE_PAUSE)
             now = time.monotonic()
@@ -421,7 +422,7 @@ class MpiSearcherExchange(_Peer):
         return self._progress
 
     def offer(self, shard: Shard) -> None:
-        """Offer a sealed shard for the next round. If there is none, a resume reads the shard from disk."""
+        """Offer a sealed shard for the next round. If none follows, a resume reads the shard from disk."""
         assert shard.image is not None, "a shard that this process sealed has the bytes of its file"
         self._called()
         with self._lock:

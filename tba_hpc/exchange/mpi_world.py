@@ -226,7 +226,7 @@ class MpiWorld:
         """Send ``message`` to every other rank, as the leader. Raises ExchangeError like ``wait_for``."""
         self.wait_for([self.send(message, rank, tag) for rank in self.peers], what)
 
-    def is_called(self, tag: Tag) -> bool:
+    def has_message(self, tag: Tag) -> bool:
         """Return whether a message of this kind from the leader waits to be received."""
         return self.comm.Iprobe(self._rank_in_comm(LEADER), tag)
 
