@@ -392,7 +392,7 @@ def test_groups_of_another_temperature_are_left_out_of_kl(
     while sums.groups < 4:
         sums = sum((scored.sums for scored in scorer.finished()), sums)
     scorer.close()
-    assert sums.compared == compared and bool(sums.own) == bool(compared)
+    assert sums.compared == compared and bool(sums.sampled) == bool(compared)
 
 
 @pytest.mark.parametrize("step", [BEHAVIOUR, 0])
@@ -548,7 +548,7 @@ def test_what_waits_is_scored_together_and_by_the_reference_that_was_wanted(tmp_
     reference.opened.set()
     results = scorer.close()
     assert reference.calls == [(0, 1), (0, 5), (3, 2)]
-    assert sum(one.sums.asked for one in results) == sum(one.sums.groups for one in results) == 8
+    assert sum(one.sums.scored for one in results) == sum(one.sums.groups for one in results) == 8
     (shard,) = [one.shard for one in results if one.shard]
     assert shard.trajectories.record["reference"].tolist() == [0] * 6 + [3] * 2
 

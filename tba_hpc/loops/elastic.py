@@ -37,7 +37,7 @@ EVALUATOR_RETRY_SECONDS = 5.0
 """Pause between two attempts to take the EVALUATOR lease, s."""
 
 ELASTIC_CHECK_SECONDS = 5.0
-"""Pause between two checks of the trainer for elastic searchers, s. Building an engine takes longer."""
+"""Interval at which the trainer checks which elastic searchers are there, s."""
 
 MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 """Environment variables that an MPI launcher sets in the processes it starts."""
@@ -162,7 +162,7 @@ def leaving_at_once() -> Iterator[None]:
 
 
 class EvaluatorLease:
-    """Lease whose holder alone evaluates for a run without searchers of its own, until it leaves or dies."""
+    """Lease of a run whose searchers are all elastic: its holder alone carries out the evaluations."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -249,7 +249,7 @@ class ElasticStay:
             yield request
 
     def note_ready(self) -> None:
-        """Report, once, that the engine has loaded weights. Only then does the trainer grant requests."""
+        """Report, once, that weights are loaded. From then on the trainer grants requests to this slot."""
         if not self._ready:
             name, seconds = rank_name("searcher", self.slot.searcher), self.config.launch.disk_seconds
             retry(lambda: note_ready(name), seconds=seconds)

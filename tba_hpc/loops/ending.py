@@ -26,10 +26,10 @@ def end_run(run: RunDir, config: Config, trainer: Trainer, *, finished: bool) ->
 
     finished: whether the last step was taken. Raises ExchangeError if the last evaluation does not arrive.
 
-    The run is marked as finished once it is trained, exported and evaluated. If a stop is requested before, a
-    resume only repeats the ending, and the launcher writes the report. If the process is killed between mark
-    and report, the next ``tba run`` or ``tba report`` writes the report. Shards that arrive during the ending
-    stay on disk, unmerged.
+    The run is marked as finished once it is trained, exported and evaluated. If a stop is requested between
+    the last step and this mark, a resume only repeats the ending, and the launcher writes the report. If the
+    process is killed between mark and report, the next ``tba run`` or ``tba report`` writes the report.
+    Shards that arrive during the ending stay on disk, unmerged.
     """
     learner, exchange = trainer.learner, trainer.exchange
     published = finished and publish_last(trainer)

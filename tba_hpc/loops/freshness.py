@@ -25,7 +25,7 @@ from tba_hpc.core.wording import count
 log = logging.getLogger(__name__)
 
 STEPS_WITHOUT_DATA, SYNCS_WITHOUT_DATA = 50, 5
-"""Numbers of steps and of syncs that must pass without a shard before a step waits for one.
+"""Numbers of steps and of syncs without a new shard after both of which a step waits for one.
 
 There are exchange.sync_every steps from one sync to the next.
 """
@@ -38,7 +38,7 @@ class Freshness:
         self._config = config
         self._buffer = buffer
         self._budget: RolloutBudget | None = None
-        self._last_shard: int | None = 0  # step at which the last one arrived; None: none since the resume
+        self._last_shard: int | None = 0  # step at which one arrived last; None: not since the resume
         self.reference = schedules.reference(config.train, 0)
         """Step of the policy that is the reference, or BEHAVIOUR."""
 
@@ -99,15 +99,15 @@ class Freshness:
         return stale
 
     def filling(self, step: int) -> bool:
-        """Return whether ``step`` waits for an initial buffer: the first, unless staleness is bounded."""
+        """Return whether ``step`` waits for an initial buffer: only step 0, if staleness is unbounded."""
         return step == 0 and self._config.exchange.max_staleness is None
 
     def missing(self, step: int) -> int:
         """Return how much ``step`` still waits for; 0 if it can be taken.
 
-        This is the largest of: the groups that the buffer lacks for a batch (0 unless the config is
-        ``selective``), the requests that are ``overdue``, and 1 if the step is ``starved``. While the initial
-        buffer is ``filling`` it is instead the number of completions that are lacking.
+        This is the largest of: the groups that the buffer lacks for a batch (0 unless ``Config.selective``),
+        the requests that are ``overdue``, and 1 if the step is ``starved``. While the initial buffer is
+        ``filling`` it is instead the number of completions that the buffer lacks.
         """
         if self.filling(step):
             return max(0, self._config.buffer.initial_completions - len(self._buffer))
@@ -133,7 +133,7 @@ class Freshness:
 
     @property
     def _groups(self) -> int:
-        """Number of groups that a step can draw: the buffer's requests, or prompts with a replay limit."""
+        """Number of groups that a step can draw: one per request, but one per prompt under a replay limit."""
         limited = self._config.buffer.replay_limit is not None
         return self._buffer.prompts if limited else self._buffer.requests
 

@@ -131,8 +131,8 @@ class Scorer:
     """Scores groups, seals them into ``shards`` after at most ``seal_seconds``, and judges evaluations.
 
     A group is set aside if the task's code raises, or takes too long. ``finished`` and ``judged`` raise
-    ConfigError after ``most_rejected`` groups in a row of which nothing is left, or as many answers in a row
-    that could not be judged; and also if the task violates ports.Task, or MOST_HANGING of its calls hang.
+    ConfigError after ``most_rejected`` groups in a row without a usable reward, or as many answers in a row
+    that could not be judged. They also do if the task violates ports.Task, or if MOST_HANGING calls hang.
 
     reference: None if searchers hold no reference model. Trajectories then record the sampler's
     log-probabilities if the reference is BEHAVIOUR, and otherwise NaN, for the trainer to compute.
@@ -219,7 +219,7 @@ class Scorer:
         self._answers.append(answer)
         if self._check and self._check.complete(answer):
             check, reference, self._check = self._check, self._reference, None
-            assert reference, "there is no check without one"
+            assert reference, "there is no check without a reference"
             self._do(lambda: check.measure(reference))
 
     def check_engine(self, update: WeightUpdate, answers: int) -> None:
@@ -294,7 +294,7 @@ class Scorer:
         seconds = time.monotonic() - start
         if len(kept) < len(rewards):
             group = Group(group.request, tuple(group.completions[row] for row in kept), group.versions[kept])
-        sums = Sums(asked=1, reward_seconds=seconds, rejected=len(rewards) - len(kept))
+        sums = Sums(scored=1, reward_seconds=seconds, rejected=len(rewards) - len(kept))
         return Rewarded(group, [rewards[row] for row in kept], parts, sums)
 
     def _store(self, one: Rewarded, ref_logprobs: list[np.ndarray]) -> Sums:
@@ -389,7 +389,7 @@ class Scorer:
         ]
 
     def _load(self) -> Scored:
-        """Load the reference that was requested last. The files of earlier ones may be deleted already."""
+        """Load the reference that was requested last, as those requested earlier may be deleted already."""
         step = self._wanted
         if self._reference and self._reference.step != step:
             self._reference.load(step)

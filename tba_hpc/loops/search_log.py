@@ -19,7 +19,7 @@ class Sums:
     """Sums over scored groups. ``+`` adds two of them, and ``figures`` computes what is logged."""
 
     # Over all groups
-    asked: int = 0
+    scored: int = 0
     """Number of groups that the task scored."""
     reward_seconds: float = 0.0
     """Time that the task took to score the groups, s."""
@@ -50,7 +50,7 @@ class Sums:
     """Sums of each named summand of the reward."""
 
     # Over the sampled tokens of these groups, but for those sampled at a random temperature
-    own: int = 0
+    sampled: int = 0
     """Number of sampled tokens."""
     logprob: float = 0.0
     """Sum of log π_behaviour over sampled tokens, nats."""
@@ -106,7 +106,7 @@ class Sums:
             parts={name: float(sum(values)) for name, values in (parts or {}).items()},
         )
         if not tempered:
-            sums.own, sums.logprob = len(behaviour), _total(behaviour)
+            sums.sampled, sums.logprob = len(behaviour), _total(behaviour)
             if ref_logprobs is not None:
                 sums.compared, sums.kl = len(rewards), sums.logprob - _total(_sampled(group, ref_logprobs))
         return sums
@@ -138,7 +138,7 @@ class Sums:
             "search/reward": _mean(self.reward, self.completions),
             "search/truncated_share": _mean(self.truncated, self.completions),
             "search/kl": _mean(self.kl, self.compared),
-            "search/entropy": _mean(-self.logprob, self.own),
+            "search/entropy": _mean(-self.logprob, self.sampled),
             "search/flat_groups": _mean(self.flat, self.groups),
             "search/length": _mean(self.tokens - self.environment, self.completions),
             "search/environment_share": _mean(self.environment, self.tokens),

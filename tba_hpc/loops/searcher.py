@@ -209,7 +209,7 @@ class Searcher:
                 "search/tokens": sums.generated,
                 "search/tokens_per_second": sums.generated / seconds,
                 **sums.figures(),
-                "search/reward_seconds": sums.reward_seconds / sums.asked if sums.asked else None,
+                "search/reward_seconds": sums.reward_seconds / sums.scored if sums.scored else None,
                 "search/busy_share": (self._busy_seconds - before) / seconds,
                 "search/reward_share": sums.reward_seconds / seconds,
                 "search/recompute_share": getattr(self.generator, "recompute_share", 0.0),

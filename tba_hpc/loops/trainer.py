@@ -84,7 +84,8 @@ class Trainer:
 
         The loop waits for shards until the initial buffer is filled, after a resume, and when none has
         arrived for many steps. With bounded staleness, a replay limit or a reset reference, it also waits for
-        groups that the next step may learn from. New shards end any wait. ``ending.end_run`` comes next.
+        groups that the next step may learn from. New shards or a stop end these waits. Call
+        ``ending.end_run`` next.
         """
         self._update_reference()  # even if no step is left to take
         self.freshness.begin(self.step, self.completed)
