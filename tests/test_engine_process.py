@@ -287,7 +287,7 @@ def test_without_graphs_a_request_is_sampled_again_a_few_times(made: list[VllmGe
     assert group.request.id == 7 and (generator.nan_groups, generator.rebuilds) == (3, 0)
     hopeless = make(made, nan={"NONE": 4})
     hopeless.submit(request(7))
-    with pytest.raises(EngineError, match=r"prompt 7 were NaN 4 times, at last without CUDA .*: leave the"):
+    with pytest.raises(EngineError, match=r"prompt 7 were NaN 4 times, the last time without CUDA .*: leave"):
         until_ended(hopeless)
 
 

@@ -171,7 +171,7 @@ class VllmGenerator:
 
     @property
     def in_flight(self) -> int:
-        """Number of completions, unfinished or in finished groups, that ``step`` has yet to return."""
+        """Number of completions that ``step`` has yet to return, finished ones included."""
         return self._open + sum(group.request.n for group in self._finished)
 
     @property
@@ -304,9 +304,9 @@ class VllmGenerator:
         self._tried[number] += 1
         if self._tried[number] == TRIES:
             raise EngineError(
-                f"log-probabilities of completions of prompt {request.prompt.id} were NaN {TRIES} times, at "
-                "last without CUDA graphs, though the weights are finite: leave the prompt out, or check "
-                "model.dtype and generator.engine"
+                f"log-probabilities of completions of prompt {request.prompt.id} were NaN {TRIES} times, the "
+                "last time without CUDA graphs, though the weights are finite: leave the prompt out, or "
+                "check model.dtype and generator.engine"
             )
         if self._fewer_graphs:
             self._nan = (
@@ -392,7 +392,7 @@ class VllmGenerator:
 
 
 def is_permanent(failure: str) -> bool:
-    """Return whether a ``failure`` before the engine was ready is of a kind that another would repeat."""
+    """Return whether another engine would repeat a ``failure`` that came before the engine was ready."""
     by_itself = failure.startswith((FAILED, EXITED))  # neither killed nor silent
     return by_itself and not TRANSIENT.search(failure)
 
