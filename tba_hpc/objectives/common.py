@@ -258,7 +258,7 @@ def second_moment_mask(log_ratio_BKL: Tensor, advantage_BK1: Tensor, limit: floa
 
     Like PPO's clip, the mask drops tokens only if their ratio has already moved in the direction of the
     advantage: A > 0 and ρ > 1, or A < 0 and ρ < 1. Among these tokens of a group, those with the largest
-    (log ρ)² are dropped until the mean (log ρ)² of the others is at most ``limit``, nats².
+    (log ρ)² are dropped until the mean (log ρ)² of those left is at most ``limit``, nats².
     """
     log_ratio_BKL = log_ratio_BKL.detach()
     beyond_BT = (log_ratio_BKL * advantage_BK1 > 0).flatten(1)

@@ -47,7 +47,7 @@ def moments(groups: Groups) -> dict[str, Tensor]:
 def figures(means: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics to log. means: metrics of a whole batch, the ``moments`` included.
 
-    log_weight: mean of log π_θ/π_behaviour, nats per completion; it stays as it is.
+    log_weight: mean of log π_θ/π_behaviour, nats per completion, as in ``moments``.
     better_log_weight: the same mean over completions with a reward above the mean of their group. If it is
     negative, rewarded completions have become less likely since they were sampled. Omitted if no reward is
     above its group's mean.

@@ -55,7 +55,7 @@ def bounded(objective: Objective, bound: RatioBound, *, centred: bool = False) -
         if centred:
             weigh = partial(_candidate_weights, bound, slope_BKL, weight_BKL, acts_BKL)
             score_BKL = score_BKL - mean_score(groups, weigh)
-        zero_BK = (slope_BKL * (score_BKL - score_BKL.detach())).sum(2)  # has the weighted gradient
+        zero_BK = (slope_BKL * (score_BKL - score_BKL.detach())).sum(2)  # 0, with the weighted gradient
         clip_share = {} if isinstance(bound, Unbounded) else {"clip_share": _share(acts_BKL, groups)}
         return ObjectiveOutput(output.loss_BK.detach() + zero_BK, {**output.metrics, **clip_share})
 
