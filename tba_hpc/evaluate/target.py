@@ -18,7 +18,7 @@ from tba_hpc.run.directory import RunDir
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Model and task to evaluate, as config; reference: path of the reference, or None."""
+    """What to evaluate. config: names model and task. reference: the reference model's path, or None."""
 
     config: Config
     reference: str | None
