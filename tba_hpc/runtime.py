@@ -161,7 +161,7 @@ def leading(
     exchange = open_exchange(Progress(saved.completed, state.cursors))
     note_at_work(run)
     if saved.folder:  # only now, since the other trainer ranks follow only once they are in the exchange
-        if find_evaluation(run, "test", 0) is None:  # it was interrupted; the learner has the initial weights
+        if find_evaluation(run, "test", 0) is None:  # it was interrupted; weights are still initial
             _publish_first(exchange, config, learner)
         learner.load(saved.folder)
     checkpoints = Checkpoints(
@@ -190,7 +190,7 @@ def leading(
 
 
 def _publish_first(exchange: TrainerExchange, config: Config, learner: Learner) -> None:
-    """Publish the initial weights for the first evaluation; if staleness is bounded, allow no requests."""
+    """Publish the initial weights for the first evaluation, granting no requests if staleness is bounded."""
     publication = Publication(
         version=0,
         published=time.time(),
