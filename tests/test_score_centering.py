@@ -75,7 +75,7 @@ def test_a_constant_advantage_pulls_nowhere_at_any_lag(lag: float, bound: RatioB
     """The whole vocabulary is recorded; the mean of the weighted scores is subtracted (equation 14)."""
     policy_SV, sampler_SV = logits(lag=lag)
     groups = everything(policy_SV, sampler_SV, VOCABULARY)
-    assert expected(bounded(constant, bound, centred=True), groups, policy_SV).abs().max() < 1e-6
+    assert expected(bounded(constant, bound, center_scores=True), groups, policy_SV).abs().max() < 1e-6
     plain = expected(bounded(constant, bound), groups, policy_SV).abs().max()
     assert plain > 0.005 or lag == 0
 
@@ -85,7 +85,7 @@ def test_new_data_pull_nowhere_however_few_tokens_are_recorded(k: int) -> None:
     """All other tokens count as one; if they were dropped, their mass would be pulled up."""
     policy_SV, sampler_SV = logits(lag=0.0)
     groups = everything(policy_SV, sampler_SV, k)
-    assert expected(bounded(constant, Unbounded(), centred=True), groups, policy_SV).abs().max() < 1e-6
+    assert expected(bounded(constant, Unbounded(), center_scores=True), groups, policy_SV).abs().max() < 1e-6
     assert groups.top_policy_BKLC is not None
     mean_BKL = (groups.top_policy_BKLC.detach().exp() * groups.top_policy_BKLC).sum(3)
     weight_BK = groups.behaviour_logprob_BK.exp()
@@ -95,7 +95,7 @@ def test_new_data_pull_nowhere_however_few_tokens_are_recorded(k: int) -> None:
 
 def test_more_tokens_leave_less_of_the_pull_of_old_data() -> None:
     policy_SV, sampler_SV = logits(lag=1.0)
-    centred = bounded(constant, Unbounded(), centred=True)
+    centred = bounded(constant, Unbounded(), center_scores=True)
 
     def pull(objective: Objective, k: int) -> float:
         return float(expected(objective, everything(policy_SV, sampler_SV, k), policy_SV).norm())
@@ -111,7 +111,7 @@ def test_the_optimum_of_trajectory_balance_stays(k: int, bound: RatioBound) -> N
     beta = 0.4
     _, sampler_SV = logits(lag=1.0)
     policy_SV = optimum(beta).requires_grad_()
-    objective = bounded(partial(trajectory_balance, log_z="policy"), bound, centred=True)
+    objective = bounded(partial(trajectory_balance, log_z="policy"), bound, center_scores=True)
     for off, rests in ((0.0, True), (0.1, False)):
         groups = everything(policy_SV + off * sampler_SV, sampler_SV, k)
         (pull,) = torch.autograd.grad(objective(groups, beta).loss, policy_SV)
@@ -134,7 +134,7 @@ def test_scores_are_centred_by_their_formula(bound: RatioBound) -> None:
     policy_SV, sampler_SV = logits(lag=1.0)
     groups, k = everything(policy_SV, sampler_SV, 2), 2
     objective = partial(trajectory_balance, log_z="behaviour")
-    found = bounded(objective, bound, centred=True)(groups, 0.3)
+    found = bounded(objective, bound, center_scores=True)(groups, 0.3)
     plain = objective(groups, 0.3)
     torch.testing.assert_close(found.loss_BK, plain.loss_BK)
     assert ("clip_share" in found.metrics) == (not isinstance(bound, Unbounded))
@@ -171,7 +171,7 @@ def test_a_config_switches_it_on() -> None:
     train = TrainSection(objective="rloo", score_centering=3)
     found = make_objective(train, max_tokens=3)(groups, 0.3)
     off = make_objective(TrainSection(objective="rloo"), max_tokens=3)
-    by_hand = bounded(off, Unbounded(), centred=True)(groups, 0.3)
+    by_hand = bounded(off, Unbounded(), center_scores=True)(groups, 0.3)
     assert torch.equal(
         *(torch.autograd.grad(one.loss, policy_SV, retain_graph=True)[0] for one in (found, by_hand))
     )

@@ -53,7 +53,7 @@ def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
         metrics = {**output.metrics, **moments(groups)}
         return replace(output, loss_BK=output.loss_BK / divisor, metrics=metrics)
 
-    return bounded(normalised, train.ratio_bound, centred=train.score_centering > 0)
+    return bounded(normalised, train.ratio_bound, center_scores=train.score_centering > 0)
 
 
 def _find(section: ObjectiveSection) -> Objective:

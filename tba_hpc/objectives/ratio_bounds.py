@@ -29,12 +29,12 @@ OF_TOKENS = (Unbounded, RatioCap, IcePop, Dppo)
 """Bounds whose weight of a token depends on that token alone. Others depend on the whole completion."""
 
 
-def bounded(objective: Objective, bound: RatioBound, *, centred: bool = False) -> Objective:
+def bounded(objective: Objective, bound: RatioBound, *, center_scores: bool = False) -> Objective:
     """Return ``objective`` with its gradient weighted by ``bound`` and its value unchanged.
 
-    centred: also subtract from each token's weighted score w·∇log π its mean under the sampling policy (see
-    ``score_centering``). The mean is over candidates: all tokens that could have been sampled at the
-    position. With a bound of OF_TOKENS, each candidate's weight follows from its own ratio. The expected
+    center_scores: whether to subtract from each token's weighted score w·∇log π its mean under the sampling
+    policy (see ``score_centering``). The mean is over candidates: all tokens that could have been sampled at
+    the position. With a bound of OF_TOKENS, each candidate's weight follows from its own ratio. The expected
     gradient is then 0 if the slope ∂loss/∂log π is the same for all candidates.
 
     Other bounds depend on the whole completion, which is known for the sampled token only. RatioTaper gives
@@ -43,7 +43,7 @@ def bounded(objective: Objective, bound: RatioBound, *, centred: bool = False) -
     Metrics: those of the objective, and clip_share, the share of tokens or completions on which the bound
     acts.
     """
-    if isinstance(bound, Unbounded) and not centred:
+    if isinstance(bound, Unbounded) and not center_scores:
         return objective
 
     def weighted(groups: Groups, beta: float) -> ObjectiveOutput:
@@ -52,7 +52,7 @@ def bounded(objective: Objective, bound: RatioBound, *, centred: bool = False) -
         (slope_BKL,) = torch.autograd.grad(output.loss_BK.sum(), policy_BKL)
         weight_BKL, acts_BKL = weights(bound, groups, slope_BKL)
         score_BKL = weight_BKL * groups.policy_BKL
-        if centred:
+        if center_scores:
             weigh = partial(_candidate_weights, bound, slope_BKL, weight_BKL, acts_BKL)
             score_BKL = score_BKL - mean_score(groups, weigh)
         zero_BK = (slope_BKL * (score_BKL - score_BKL.detach())).sum(2)  # 0, with the weighted gradient
@@ -65,7 +65,7 @@ def bounded(objective: Objective, bound: RatioBound, *, centred: bool = False) -
 def _candidate_weights(
     bound: RatioBound, slope_BKL: Tensor, weight_BKL: Tensor, acts_BKL: Tensor, candidates: Groups
 ) -> Tensor:
-    """Return the weights of the candidates at each position, in the shape that ``mean_score`` needs.
+    """Return the weight of each candidate's gradient, in the shape that ``mean_score`` needs.
 
     slope_BKL, weight_BKL, acts_BKL: slope, weight and mask of the sampled tokens. Each candidate is given the
     slope of the token that was sampled at its position.
@@ -79,10 +79,10 @@ def _candidate_weights(
 
 
 def weights(bound: RatioBound, groups: Groups, slope_BKL: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weights of ``bound``, and a bool mask of where it caps, tapers or masks, both detached.
+    """Return the weight w of each token's gradient, and a bool mask of where ``bound`` acts, both detached.
 
-    Each is [B, K, L], or [B, K, 1] if it is the same for all tokens of a completion. slope_BKL: ∂loss/∂log π
-    of each token.
+    A bound acts where it caps, tapers or masks. Both results are [B, K, L], or [B, K, 1] if one value holds
+    for all tokens of a completion. slope_BKL: ∂loss/∂log π of each token.
     """
     down_BK1 = slope_BKL.sum(2, keepdim=True) > 0
     ratio_BKL = groups.token_ratio_BKL.detach()
