@@ -136,9 +136,9 @@ class ReplayBuffer:
         the "most recent" ones. Neither number may decrease.
 
         Unless duplicates are kept, a completion replaces an equal live one of its prompt, and counts as newly
-        arrived. If similar completions count as duplicates, too (by edit distance or embeddings), a
-        completion replaces all similar live ones of its prompt if its reward is higher than each of theirs;
-        otherwise it is not stored. Finally the oldest trajectories above ``capacity_per_prompt`` and
+        arrived. Similar completions may count as duplicates, too, by edit distance or embeddings. A
+        completion then replaces all similar live ones of its prompt if its reward is higher than each of
+        theirs; otherwise it is not stored. Finally the oldest trajectories above ``capacity_per_prompt`` and
         ``capacity`` are evicted.
         """
         sync = revision if sync is None else sync

@@ -81,9 +81,9 @@ PERMANENT = re.compile(r"failed: (Assertion|Attribute|Index|Key|Name|Type|NotImp
 NO_GRAPHS = "generator.engine={compilation_config: {cudagraph_mode: NONE}}"
 """Setting, for a message, that turns CUDA graphs off."""
 
-LONGEST_LOOK = 1.0
-"""Longest silence of the engine that is counted between two calls of ``receive``, s. If the searcher itself
-was suspended for longer, its engine is not to blame."""
+LONGEST_COUNTED = 1.0
+"""Limit on what the time between two calls of ``receive`` adds to the engine's silence, s. If it was longer,
+the searcher itself was suspended, and its engine is not to blame."""
 
 EXIT_SECONDS, WORKERS_SECONDS, KILL_SECONDS = 1.0, 15.0, 30.0
 """Time limits, s, for the end of an engine that has closed its socket, for the end of a dead engine's
@@ -459,7 +459,7 @@ class EngineProcess:
                 self._last_word = answer.reason
         now = time.monotonic()
         heard = answers and self.ready  # start_seconds limits the whole start, whatever is heard meanwhile
-        self._silence = 0.0 if heard else self._silence + min(now - self._looked, LONGEST_LOOK)
+        self._silence = 0.0 if heard else self._silence + min(now - self._looked, LONGEST_COUNTED)
         self._looked = now
         return answers
 

@@ -165,7 +165,7 @@ class Freshness:
             self._budget.arrive(shard.request_ids)
 
     def exclude_unresponsive(self, step: int, timeout: float) -> None:
-        """Exclude the searchers that owe answers, after ``timeout`` seconds without a shard.
+        """Exclude the searchers that owe answers, since no shard has arrived for ``timeout`` seconds.
 
         Other searchers are granted requests in their place. Raises ExchangeError if there are no others, or
         if staleness is unbounded, because then there is no budget.
