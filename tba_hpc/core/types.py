@@ -574,7 +574,7 @@ def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndar
     """
     oldest_N, newest_N = step - record_N["version_oldest"], step - record_N["version_newest"]
     place_T = np.arange(length_N.sum()) - np.repeat(offsets_of(length_N)[:-1], length_N)
-    younger_N = (newest_N - oldest_N) / np.maximum(1, length_N - 1)  # from token to token
+    younger_N = (newest_N - oldest_N) / np.maximum(1, length_N - 1)  # change of age from token to token
     age_T = np.repeat(oldest_N, length_N) + np.repeat(younger_N, length_N) * place_T
     return np.rint(age_T).astype(np.int32)
 

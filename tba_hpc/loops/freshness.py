@@ -238,10 +238,11 @@ class RolloutBudget:
         self._launch = config.launch
         self._own = range(config.launch.searchers)  # places of the run's own searchers
         self._elastic = range(config.launch.searchers, config.launch.places)  # of elastic searchers
-        self._ends = {self._own: 0, **{_only(place): place for place in self._elastic}}  # by set of places
+        # By set of places: the first request that these may not issue yet.
+        self._ends = {self._own: 0, **{_only(place): place for place in self._elastic}}
         self._leases = dict[int, int]()  # of the elastic searchers at work, by place
         self._granted = dict[int, int]()  # leases at the last grant, by place
-        self._silent = set[int]()  # excluded places
+        self._excluded = set[int]()  # places from which nothing is expected until they deliver
         self._completed = CompletedRequests.from_array(completed.to_array())
         self._unanswered: dict[int, int] = {}  # version at the grant, by request, oldest first
 
@@ -263,12 +264,12 @@ class RolloutBudget:
     @property
     def has_searchers(self) -> bool:
         """True if there is a searcher to grant requests to."""
-        return not self._silent.issuperset([*self._own, *self._leases])
+        return not self._excluded.issuperset([*self._own, *self._leases])
 
     @property
     def _idle(self) -> set[int]:
         """Places from which no answer is expected."""
-        return self._silent.union(place for place in self._elastic if not self._holds(place))
+        return self._excluded.union(place for place in self._elastic if not self._holds(place))
 
     def _holds(self, place: int) -> bool:
         """Return whether the elastic searcher that was last granted requests of a place is still there."""
@@ -283,7 +284,7 @@ class RolloutBudget:
         All shards that departed searchers have sealed must have been read before this call.
         """
         now = {self._launch.place_of(searcher): lease for searcher, lease in leases.items()}
-        self._silent -= {place for place in self._elastic if now.get(place) != self._leases.get(place)}
+        self._excluded -= {place for place in self._elastic if now.get(place) != self._leases.get(place)}
         self._leases = now
 
     def extend(self, step: int, *, ready: int, missing: int) -> int:
@@ -359,7 +360,7 @@ class RolloutBudget:
         """Note that requests are completed: answered, or set aside. Repeats change nothing."""
         self._completed.add(request_ids)
         for request_id in request_ids.tolist():
-            self._silent.discard(self._place_of(request_id))
+            self._excluded.discard(self._place_of(request_id))
             self._unanswered.pop(request_id, None)
 
     def owed(self) -> Counter[int]:
@@ -372,7 +373,7 @@ class RolloutBudget:
 
         Raises ExchangeError(``why``) if no searcher is left.
         """
-        self._silent |= places
+        self._excluded |= places
         if not self.has_searchers:
             raise ExchangeError(why)
 
