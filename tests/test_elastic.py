@@ -257,7 +257,7 @@ class Holder:
         """Ask for the requests of the place, as the run now has it."""
         launch = config.launch
         place = launch.place_of(self.searcher)
-        self.stream = self.known.others(place, launch.places)
+        self.stream = self.known.remaining(place, launch.places)
 
     def work(self, random: np.random.Generator) -> None:
         """Issue some, finish some of those, seal what is finished; refused where another has sealed."""
@@ -348,7 +348,7 @@ def test_requests_are_answered_once_over_any_history(seed: int, tmp_path: Path) 
     rest = [
         request_id
         for place in range(config.launch.places)
-        for request_id in islice(completed.others(place, config.launch.places), 300)
+        for request_id in islice(completed.remaining(place, config.launch.places), 300)
     ]
     assert set(range(300)) <= set(answered) | set(rest) and not set(answered) & set(rest), "skipped"
 

@@ -44,7 +44,7 @@ def test_resumes_with_any_number_of_searchers_issue_every_request_once(seed: int
         searchers = int(random.integers(1, 7))
         shards = []
         for searcher in range(searchers):
-            issued = completed.others(searcher, searchers)
+            issued = completed.remaining(searcher, searchers)
             mine = list(itertools.islice(issued, int(random.integers(0, 25))))
             assert all(request_id % searchers == searcher for request_id in mine)
             finished = random.permutation(mine)[: int(random.integers(0, len(mine) + 1))].astype(np.int64)
@@ -57,7 +57,7 @@ def test_resumes_with_any_number_of_searchers_issue_every_request_once(seed: int
 
     bound = max(sealed, default=0) + 31  # a last attempt that is not disturbed fills every gap
     for searcher in range(3):
-        below = itertools.takewhile(lambda p: p < bound, completed.others(searcher, 3))
+        below = itertools.takewhile(lambda p: p < bound, completed.remaining(searcher, 3))
         sealed.update(below)
     assert sealed == Counter(range(bound))
     whole_epochs = bound // 30

@@ -88,23 +88,24 @@ def plan(
     split = max(int((tokens_B[share] > most).sum()) for share in shares)
     most_read = max(READ_FACTOR * most, int(read_B.max()))
 
-    def sequences(share: np.ndarray) -> Sequence[np.ndarray]:
-        longest_first_BK = rows_BK[share[:split]]
-        longest_first_BK = np.take_along_axis(
-            longest_first_BK, np.argsort(-completion_N[longest_first_BK], axis=1, kind="stable"), 1
-        )
-        return np.split(longest_first_BK.ravel(), longest_first_BK.size)
-
     def fit(groups: np.ndarray) -> bool:
         return tokens(rows_BK[groups].ravel()) <= most and int(read_B[groups].sum()) <= most_read
 
     parts = []
     if split:
-        filled = [_filled(sequences(share), lambda rows: tokens(rows) <= most) for share in shares]
+        pieces = [_rows_longest_first(rows_BK[share[:split]], completion_N) for share in shares]
+        filled = [_filled(one, lambda rows: tokens(rows) <= most) for one in pieces]
         parts = [Part(shares[rank][:split], tuple(map(np.concatenate, _alike(filled)[rank])))]
     deal = partial(_dealt, tokens_B) if share_prompts else np.array_split  # similar lengths stay together
     wholes = _packed([share[split:] for share in shares], deal, fit)[rank]
     return parts + [Part(groups, (rows_BK[groups].ravel(),)) for groups in wholes]
+
+
+def _rows_longest_first(rows_BK: np.ndarray, length_N: np.ndarray) -> Sequence[np.ndarray]:
+    """Return each row alone, group by group, those of a group by falling length."""
+    order_BK = np.argsort(-length_N[rows_BK], axis=1, kind="stable")
+    rows = np.take_along_axis(rows_BK, order_BK, 1).ravel()
+    return np.split(rows, rows.size)
 
 
 def _padded(batch: TrajectoryBatch) -> Callable[[np.ndarray], int]:

@@ -102,13 +102,13 @@ def pack(
     """
     if begin_T is not None and begin_T.any():
         sequences, row_N = cut(sequences, prompt_length_N, begin_T)
-        first_N = np.append(True, row_N[1:] != row_N[:-1])
-        prompt_length_N, prompt_N = np.where(first_N, prompt_length_N[row_N], 0), prompt_N[row_N]
+        prompt_length_N = np.where(_is_new(row_N), prompt_length_N[row_N], 0)
+        prompt_N = prompt_N[row_N]
     length_N = sequences.lengths
     row_S = np.arange(len(length_N)).repeat(length_N)
     position_S = np.arange(len(row_S)) - sequences.offsets[row_S]
     completion_S = position_S >= prompt_length_N[row_S]
-    first_N = np.append(True, prompt_N[1:] != prompt_N[:-1])
+    first_N = _is_new(prompt_N)
     own_S = completion_S | first_N[row_S]  # a shared prompt belongs to its first sequence
     if layout == "rectangle":
         shape = (len(length_N), int(length_N.max()))
@@ -128,6 +128,11 @@ def pack(
         sampled_A=sampled_A.astype(np.int64),
         place_A=np.flatnonzero(action_T),
     )
+
+
+def _is_new(number_N: np.ndarray) -> np.ndarray:
+    """Return whether each number differs from the one before it, bool [N]; for the first, True."""
+    return np.append(True, number_N[1:] != number_N[:-1])
 
 
 def cut(sequences: Ragged, prompt_length_N: np.ndarray, begin_T: np.ndarray) -> tuple[Ragged, np.ndarray]:

@@ -73,7 +73,7 @@ class CompletedRequests:
         found[known] = self._done[request_ids[known] // 8] & _bit(request_ids[known])
         return found
 
-    def others(self, place: int, places: int) -> Iterator[int]:
+    def remaining(self, place: int, places: int) -> Iterator[int]:
         """Yield the ids of requests not yet completed, those ≡ ``place`` (mod ``places``), without end.
 
         Ids ascend. A searcher issues the requests of its place. As a rule no other searcher has that place,
@@ -133,7 +133,7 @@ def training_requests(
     prompts = task.prompts("train")
     section = config.generator
     place = config.launch.place_of(searcher)
-    for request_id in completed.others(place, config.launch.places):
+    for request_id in completed.remaining(place, config.launch.places):
         temperature = _temperature(config, request_id)
         sampling = Sampling(
             temperature,

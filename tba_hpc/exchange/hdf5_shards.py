@@ -446,22 +446,23 @@ class PendingShards:
 
     def _read(self, searcher: int, index: int, *, beyond: bool = False) -> Iterator[Shard]:
         """Yield one searcher's shards up to the first missing one. beyond: try names that are not listed."""
-        end, has_waited = self._listed_end(searcher), False
+        end, waited = self._listed_end(searcher), False
         while end is not None and (index < end or beyond):
             path, shard = self._run.shard_file(searcher, index), None
             try:
                 shard = self._load(path)
             except OSError as error:
-                if not isinstance(error, FileNotFoundError) and not is_temporary(error):
+                absent = isinstance(error, FileNotFoundError)
+                if not absent and not is_temporary(error):
                     raise
-                if index >= end and isinstance(error, FileNotFoundError):
+                if absent and index >= end:
                     self._missed.pop(path, None)  # the file server may have been away at an earlier try
                     return
                 if path not in self._given_up:
-                    has_waited &= isinstance(error, FileNotFoundError)
-                    if not self._gives_up(path, error, has_waited=has_waited):
+                    # Of several absent files in a row, only the first is waited for.
+                    if not self._give_up_if_late(path, error, at_once=waited and absent):
                         return
-                    has_waited = True
+                    waited = True
             if shard is not None:
                 yield shard
             index += 1
@@ -477,7 +478,7 @@ class PendingShards:
         except OSError as error:
             if not is_temporary(error):
                 raise
-            return 0 if self._gives_up(folder, error) else None
+            return 0 if self._give_up_if_late(folder, error) else None
         self._missed.pop(folder, None)
         return end
 
@@ -514,15 +515,15 @@ class PendingShards:
             raise ShardError(f"{path} was sealed by another run")
         return shard
 
-    def _gives_up(self, path: Path, error: OSError, *, has_waited: bool = False) -> bool:
-        """Return whether ``path`` was unreadable for ``timeout`` seconds; the run then goes on without it.
+    def _give_up_if_late(self, path: Path, error: OSError, *, at_once: bool = False) -> bool:
+        """Give ``path`` up if it was unreadable for ``timeout`` seconds; return whether it is given up.
 
-        has_waited: whether an earlier file of this searcher was waited for just now; then give up at once.
+        The run then goes on without the file. at_once: give it up without a further wait.
         """
         if path in self._given_up:
             return True
         since = self._missed.setdefault(path, time.monotonic())
-        if not has_waited and time.monotonic() - since < self._timeout:
+        if not at_once and time.monotonic() - since < self._timeout:
             return False
         del self._missed[path]
         self._given_up.add(path)

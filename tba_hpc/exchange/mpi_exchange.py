@@ -256,7 +256,7 @@ class MpiTrainerExchange:
         told = time.monotonic()
         waiting_since = dict.fromkeys(self._world.peers, told)
         answers = {rank: self._next_status(rank) for rank in waiting_since}
-        while waiting_since or not (self._ended or self._memory.has_room(self._sequence + 1)):
+        while waiting_since or not (self._ended or self._memory.make_room(self._sequence + 1)):
             if self._closing:
                 self._end()
             elif time.monotonic() - told > self._world.deadline:
@@ -352,7 +352,7 @@ class _Peer:
         """
         reported = time.monotonic()
         while not (
-            self._world.has_message(Tag.HEADER) or (self._is_free() and self._memory.has_room(sequence))
+            self._world.has_message(Tag.HEADER) or (self._is_free() and self._memory.make_room(sequence))
         ):
             time.sleep(IDLE_PAUSE)
             now = time.monotonic()

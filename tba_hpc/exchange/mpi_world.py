@@ -374,7 +374,7 @@ class NodeMemory:
     def reader(self, sequence: int) -> WeightFile:
         """Return the weights of this sequence number, which stay unchanged while the returned object lives.
 
-        Call it before the node leader calls ``has_room(sequence + 2)``.
+        Call it before the node leader calls ``make_room(sequence + 2)``.
         """
         place = self._order[sequence % 2]
         reader = self._files[place].reader()
@@ -391,20 +391,17 @@ class NodeMemory:
                 self._files[place].generation = generation
                 self._maps[place] = self._files[place].map("r+")
 
-    def has_room(self, sequence: int) -> bool:
+    def make_room(self, sequence: int) -> bool:
         """Return whether the weights of this sequence number may be written: nobody reads what they replace.
 
-        Only the node leader finds out, and must call this method until the answer is True. The method also
-        frees the memory of the spare file, or lets the spare take the place of a file that is read for too
-        long. Raises ExchangeError if readers have delayed new weights for READ_DEADLINES deadlines.
+        The node leader must call this method until the answer is True; on other ranks it always is. If
+        weights are read for too long, the spare file takes the place of theirs. Raises ExchangeError if
+        readers have delayed new weights for READ_DEADLINES deadlines.
         """
         if self._node.rank != 0:
             return True
         place, spare = self._order[sequence % 2], sum(range(FILES)) - self._order.sum()
-        spare_is_read = self._files[spare].has_readers
-        if not spare_is_read:
-            self._files[spare].give_back()
-            self._generations[spare] += 1
+        spare_is_read = not self._free(spare)
         if not self._files[place].has_readers:
             self._crowded = None
             return True
@@ -416,6 +413,14 @@ class NodeMemory:
         self._map_anew()
         fault_in(self._maps[spare])
         self._order[sequence % 2], self._crowded = spare, None
+        return True
+
+    def _free(self, spare: int) -> bool:
+        """Free the memory of the spare file unless a rank reads it; return whether it is free."""
+        if self._files[spare].has_readers:
+            return False
+        self._files[spare].give_back()
+        self._generations[spare] += 1
         return True
 
     def _gets_memory(self, spare: int) -> bool:

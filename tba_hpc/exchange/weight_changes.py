@@ -103,13 +103,7 @@ def apply_changes(changes: np.ndarray, out: np.ndarray) -> None:
     Raises ValueError, and leaves ``out`` as it is, if the sizes do not fit each other.
     """
     words = out.view(np.uint16)
-    rest = len(changes) - BYTES_PER_BLOCK * _blocks(len(words))
-    counts = changes[: len(changes) - rest].view(np.uint16) if rest >= 0 else np.empty(0, np.uint16)
-    total = int(counts.sum(dtype=np.int64))
-    if rest < 0 or rest != BYTES_PER_CHANGE * total:
-        raise ValueError("changes of other weights, or damaged ones")
-    values, offsets = np.split(changes[len(changes) - rest :], [WORD * total])
-    values = values.view(np.uint16)
+    counts, values, offsets = _parts(changes, _blocks(len(words)))
     at, per_piece = 0, PIECE // BLOCK
     for first in range(0, len(counts), per_piece):
         count = counts[first : first + per_piece]
@@ -117,6 +111,20 @@ def apply_changes(changes: np.ndarray, out: np.ndarray) -> None:
         index = np.repeat(np.arange(len(count)) * BLOCK, count) + offsets[at:end]
         words[first * BLOCK :][index] = values[at:end]
         at = end
+
+
+def _parts(changes: np.ndarray, blocks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the counts, values and offsets of changes to ``blocks`` blocks, in the module's format.
+
+    Raises ValueError if they are of another number of blocks.
+    """
+    counts_end = BYTES_PER_BLOCK * blocks
+    counts = changes[:counts_end].view(np.uint16) if len(changes) >= counts_end else np.empty(0, np.uint16)
+    total = int(counts.sum(dtype=np.int64))
+    if len(changes) != counts_end + BYTES_PER_CHANGE * total:
+        raise ValueError("changes of other weights, or damaged ones")
+    values, offsets = np.split(changes[counts_end:], [WORD * total])
+    return counts, values.view(np.uint16), offsets
 
 
 def _in_piece(new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -11,6 +11,7 @@ import heapq
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -208,6 +209,25 @@ class Freshness:
         return shortage, f"see the logs of searchers {names}, which have yet to answer"
 
 
+class Debt(NamedTuple):
+    """Requests that a set of places owes. A heap has the set that owes least per busy place first.
+
+    each: requests owed per busy place, one from which answers are expected. first: the first place of the
+    set. owed: requests owed. busy: number of busy places. places: the set.
+    """
+
+    each: float
+    first: int
+    owed: int
+    busy: int
+    places: range
+
+    @classmethod
+    def of(cls, owed: int, busy: int, places: range) -> Debt:
+        """Make the debt of ``places``."""
+        return cls(owed / busy, places.start, owed, busy, places)
+
+
 class RolloutBudget:
     """Limit on the requests that searchers may issue, so that staleness stays within its bound.
 
@@ -300,25 +320,21 @@ class RolloutBudget:
         requests = max(steps * self._requests_per_step - ready, missing) - self.owed().total()
         idle, debts = self._idle, self._debts()
         while requests > 0 and debts:
-            _, first, owed, busy, places = debts[0]
-            request_id = self._next_request(places)
+            least = debts[0]
+            request_id = self._next_request(least.places)
             self._unanswered[request_id] = step
             if self._place_of(request_id) not in idle:
-                heapq.heapreplace(debts, ((owed + 1) / busy, first, owed + 1, busy, places))
+                heapq.heapreplace(debts, Debt.of(least.owed + 1, least.busy, least.places))
                 requests -= 1
         return self.end
 
-    def _debts(self) -> list[tuple[float, int, int, int, range]]:
-        """Return a heap of the sets of places that share an end. The set that owes least per place is first.
-
-        Only busy places count: those from which answers are expected. An entry holds the requests owed per
-        busy place, the first place of the set, the requests owed, the number of busy places, and the set.
-        """
+    def _debts(self) -> list[Debt]:
+        """Return a heap of the debts of the sets of places that share an end, where any place is busy."""
         idle, all_owed, debts = self._idle, self.owed(), []
         for places in self._ends:
             owed = [all_owed[place] for place in places if place not in idle]
             if owed:
-                debts.append((sum(owed) / len(owed), places.start, sum(owed), len(owed), places))
+                debts.append(Debt.of(sum(owed), len(owed), places))
         heapq.heapify(debts)
         return debts
 

@@ -31,29 +31,29 @@ def write(number):
         assert (reader.map("r") == still).all(), (number, still)
 
 write(0)
-assert memory.has_room(1)
+assert memory.make_room(1)
 write(1)
 began = time.monotonic()
-while not memory.has_room(2):
+while not memory.make_room(2):
     time.sleep(0.01)
 assert time.monotonic() - began >= 0.2 and copies() == 3, "somebody reads 0"
 write(2)
 del readers[1]
-assert memory.has_room(3)
+assert memory.make_room(3)
 write(3)
 del readers[2]
-assert memory.has_room(4) and copies() == 3
+assert memory.make_room(4) and copies() == 3
 write(4)
 time.sleep(0.3)
-assert not memory.has_room(5) and not memory.has_room(5), "0 and 3 are read"
+assert not memory.make_room(5) and not memory.make_room(5), "0 and 3 are read"
 del readers[0]
 time.sleep(0.3)
-while not memory.has_room(5):
+while not memory.make_room(5):
     time.sleep(0.01)
 assert copies() == 3
 readers.clear()
 maps, spare = list(memory._maps), 3 - sum(memory._order)
-assert memory.has_room(6) and copies() == 2
+assert memory.make_room(6) and copies() == 2
 assert memory.writable(6) is maps[memory._order[0]]
 kept = [now is before for now, before in zip(memory._maps, maps)]
 assert kept == [place != spare for place in range(3)], "CUDA may know the pages that the spare gave back"
@@ -77,12 +77,12 @@ memory = mpi_world.NodeMemory(mpi_world.MpiWorld(MPI.COMM_SELF, 0, **alone), lay
 usage = shutil.disk_usage
 mpi_world.shutil.disk_usage = lambda path: usage(path)._replace(free=layout.nbytes - 1)
 reader = memory.reader(0)
-assert not any([memory.has_room(2) or time.sleep(0.01) for _ in range(20)])
+assert not any([memory.make_room(2) or time.sleep(0.01) for _ in range(20)])
 del reader
-assert memory.has_room(2)
+assert memory.make_room(2)
 reader, began = memory.reader(1), time.monotonic()
 try:
-    while not memory.has_room(3):
+    while not memory.make_room(3):
         time.sleep(0.01)
 except ExchangeError as error:
     print(error)
@@ -90,12 +90,12 @@ assert 0.5 * mpi_world.READ_DEADLINES <= time.monotonic() - began < 10
 
 mpi_world.shutil.disk_usage = usage
 del reader
-assert memory.has_room(3)
+assert memory.make_room(3)
 older = memory.reader(1)
-assert memory.has_room(3)
+assert memory.make_room(3)
 reader = memory.reader(1)
 try:
-    while not memory.has_room(3):
+    while not memory.make_room(3):
         time.sleep(0.01)
 except ExchangeError as error:
     print(error)

@@ -191,7 +191,7 @@ class Lockstep:
         prompts = self._task.prompts("train")
         top = self._setup.train.score_centering
         sampling = Sampling(1.0, 1.0, self._setup.table.length, top_logprobs=top)
-        for request_id in CompletedRequests().others(searcher, self._setup.searchers):
+        for request_id in CompletedRequests().remaining(searcher, self._setup.searchers):
             prompt = prompts[prompt_of(request_id, seed=self._setup.seed, prompts=len(prompts))]
             yield Request(prompt, request_id, self._setup.completions, sampling)
 
