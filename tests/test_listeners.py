@@ -15,9 +15,9 @@ import pytest
 from tba_hpc.run.listeners import (
     _attach_filter,
     _demand_signatures,
-    calls,
     deafen,
     drop_all,
+    is_connected,
     listeners,
     unprotected,
 )
@@ -80,7 +80,7 @@ def test_only_the_loopback_interface_is_still_heard() -> None:
         assert hears("127.0.0.1", loopback)
         known.send(b"x")
         assert known.recv(1) == b"x"
-        assert calls(os.getpid(), {everywhere}) and not calls(os.getpid(), {loopback})
+        assert is_connected(os.getpid(), {everywhere}) and not is_connected(os.getpid(), {loopback})
         deafen(pid, loopback=True)
         assert not hears("127.0.0.1", loopback)
         known.close()

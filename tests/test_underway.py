@@ -90,7 +90,7 @@ def test_a_reward_that_ends_its_process_twice_is_refused_and_then_tried_anew(
     assert f"ended without an error message during {CALL}, in attempt 1: if that happens again" in caplog.text
     die(run, death)
     Underway(run, 4).close()  # another's
-    with pytest.raises(ConfigError, match=r"during rewards\(\) of prompt 12, in attempts 1 and 3: mend the"):
+    with pytest.raises(ConfigError, match=r"during rewards\(\) of prompt 12, in attempts 1 and 3: correct"):
         Underway(run, 3)
     assert not Underway(run, 3).ends
 

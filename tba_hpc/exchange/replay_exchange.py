@@ -15,7 +15,7 @@ from operator import attrgetter
 from tba_hpc.core.ports import Write
 from tba_hpc.core.types import BEHAVIOUR, Publication, Shard
 from tba_hpc.run.directory import RunDir, ShardKey
-from tba_hpc.run.history import History, whole
+from tba_hpc.run.history import History, integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Recording:
             merges = list(together)
             shards = tuple(merge.key for merge in merges)
             arrivals.append(Arrival(merges[0].step, merges[0].sync, revision, shards))
-        published = frozenset(whole(step, "sync/version") for step in history.steps)
+        published = frozenset(integer(step, "sync/version") for step in history.steps)
         return cls(tuple(arrivals), published, history.last_step)
 
     def delayed(self, steps: int) -> Recording:

@@ -40,7 +40,7 @@ from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.files import read_regular
-from tba_hpc.run.listeners import calls, deafen, listeners
+from tba_hpc.run.listeners import deafen, is_connected, listeners
 from tba_hpc.run.memory import oom_kills
 from tba_hpc.run.metrics import MetricsTail, number
 from tba_hpc.run.notes import Exit, at_work, first_note, log_file, rank_name, refusal
@@ -313,7 +313,7 @@ class Ranks:
         with suppress(psutil.NoSuchProcess):
             ports = {port for _, _, port in listeners(mpiexec, loopback=True)}
             children = psutil.Process(mpiexec).children()
-            complete = sum(calls(child.pid, ports) for child in children) == self.ranks
+            complete = sum(is_connected(child.pid, ports) for child in children) == self.ranks
         deafen(mpiexec, loopback=complete)
         return complete
 

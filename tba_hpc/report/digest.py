@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from tba_hpc.report.attempts import STARTS, CumulativeCounter
 from tba_hpc.report.curves import Curve, Trends
 from tba_hpc.run.files import is_disk_full, open_regular, read_regular, write_atomic
-from tba_hpc.run.history import whole
+from tba_hpc.run.history import integer
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
 log = logging.getLogger(__name__)
@@ -59,15 +59,15 @@ class Merged:
 
     def take(self, record: Record) -> None:
         """Count one more event ``merged`` or ``evicted``."""
-        self.revision = whole(record, "revision")
-        self.evicted += whole(record, "evicted")
+        self.revision = integer(record, "revision")
+        self.evicted += integer(record, "evicted")
         if record["event"] == "merged":
             self.shards += 1
-            self.trajectories += whole(record, "trajectories")
-            self.tokens += whole(record, "tokens")
-            self.duplicates += whole(record, "duplicates")
-            self.dropped += whole(record, "again")
-            self.cursors[whole(record, "searcher")] = whole(record, "shard") + 1
+            self.trajectories += integer(record, "trajectories")
+            self.tokens += integer(record, "tokens")
+            self.duplicates += integer(record, "duplicates")
+            self.dropped += integer(record, "again")
+            self.cursors[integer(record, "searcher")] = integer(record, "shard") + 1
 
     def copy(self) -> Merged:
         """Return a copy that later records do not change."""
@@ -123,7 +123,7 @@ class TrainerDigest:
         elif event:
             self._take_event(event, record)
         else:
-            self.phase, self.step = "training", whole(record, "step")
+            self.phase, self.step = "training", integer(record, "step")
             self.latest = {**self.latest, **record}
         if event != "damaged":  # logged before the event that begins the attempt
             self._stretch(event, record)
@@ -131,19 +131,19 @@ class TrainerDigest:
     def _take_event(self, event: str, record: Record) -> None:
         if event in STARTS:
             self.postponed = {}
-            self._begin(whole(record, "step"), whole(record, "revision"))
+            self._begin(integer(record, "step"), integer(record, "revision"))
         if event in PHASES:
             self.phase = event
         match event:
             case "snapshot" | "checkpoint":
-                self._save(whole(record, "revision"))
+                self._save(integer(record, "revision"))
             case "postponed":
                 self.postponed = record
             case "damaged":
                 self.damaged.append(record)
         if event == "checkpoint":
             self.checkpoint, self.postponed = record, {}
-            record = {**record, "step": max(self.step, whole(record, "step"))}  # training went on
+            record = {**record, "step": max(self.step, integer(record, "step"))}  # training went on
         if event in (*PHASES, "checkpoint"):
             self.step = int(number(record, "step", self.step))
             self.latest = {**self.latest, **record}
@@ -220,7 +220,7 @@ class SearcherDigest:
             return
         self.trends.take_search(record)
         self.last = {name: value for name, value in record.items() if not isinstance(value, list)}
-        self.tokens += whole(record, "search/tokens")
+        self.tokens += integer(record, "search/tokens")
         if (rate := number(record, "search/tokens_per_second")) is not None:
             self.rates.take(int(when), rate)
 

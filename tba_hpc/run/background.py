@@ -33,7 +33,7 @@ def at_once(task: Callable[[], T]) -> Future[T]:
 class Worker:
     """Daemon thread that makes the submitted calls one after another.
 
-    exit_seconds: how long the process, when it exits, waits for unfinished calls; 0: not at all.
+    exit_seconds: longest time that the process waits for unfinished calls when it exits, s; 0: no wait.
     """
 
     def __init__(self, name: str, *, exit_seconds: float = 0) -> None:

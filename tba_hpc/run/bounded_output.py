@@ -6,7 +6,7 @@ import sys
 from io import TextIOWrapper
 
 MOST_OUTPUT = 16 << 20
-"""Maximum number of characters that a rank may print to stdout, and to stderr; log records do not count."""
+"""Maximum number of characters that a rank may print to each of stdout and stderr, log records aside."""
 
 
 class BoundedOutput(TextIOWrapper):
@@ -31,7 +31,7 @@ class BoundedOutput(TextIOWrapper):
 
 
 def bound_output() -> None:
-    """Limit what this process prints from now on. Call it after ``logging`` is set up, to spare logs."""
+    """Limit what this process prints from now on, except logs if ``logging`` has been set up before."""
     sys.stdout, sys.stderr = (
         BoundedOutput(stream, MOST_OUTPUT) if isinstance(stream, TextIOWrapper) else stream
         for stream in (sys.stdout, sys.stderr)

@@ -24,7 +24,7 @@ TRITON_CACHE_DIR and similar variables to folders inside it."""
 DATA_ALONE: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 """Arguments that make ``extractall`` refuse device files and links that lead out of the folder.
 
-Python 3.11.3 and older lack this filter. It may be missing, because this user wrote the archive.
+Python 3.11.3 and older lack this filter. That is safe, because only this user wrote the archive.
 """
 
 ARCHIVE = "TBA_COMPILED"
@@ -53,9 +53,9 @@ def keep_caches_private(environment: MutableMapping[str, str]) -> None:
 def pack_caches(environment: Mapping[str, str]) -> None:
     """Write the archive of what this node has compiled, for other nodes of the run and for restarts.
 
-    environment: environment variables, with those that CACHES and ARCHIVE name if a batch script has set
-    them. Nothing is written without these, if the archive exists already, or if vLLM has compiled nothing.
-    vLLM's documentation allows copying compiled models if their paths stay the same.
+    Does nothing if ``environment`` lacks CACHES or ARCHIVE, because no batch script has set them; if the
+    archive exists already; or if vLLM has compiled nothing. vLLM's documentation allows copying compiled
+    models if their paths stay the same.
     """
     folder, archive = Path(environment.get(CACHES, "")), Path(environment.get(ARCHIVE, ""))
     if archive.exists() or not (folder / "VLLM_CACHE_ROOT/torch_compile_cache").is_dir():
@@ -73,7 +73,7 @@ def pack_caches(environment: Mapping[str, str]) -> None:
 def _unpack(archive: Path, folder: Path) -> None:
     """Unpack the archive as ``folder`` if only this user can have written it.
 
-    It is renamed into place when complete, because other ranks of the node may unpack at the same time.
+    The folder appears only when it is complete, because other ranks of the node may unpack at the same time.
     """
     if folder.exists() or not _is_written_by_us_alone(archive):
         return

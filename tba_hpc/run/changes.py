@@ -16,8 +16,8 @@ from tba_hpc.run.owners import holders
 def create(config: Config) -> RunDir:
     """Make or resume the run directory of a config; log an event ``changed`` if a resume changes keys.
 
-    A run that has produced nothing forgets its model and prompts, since the config may now name others. While
-    elastic searchers are at work on them, it does not, and ranks refuse others.
+    If the run has produced nothing, the config may name another model or other prompts: the digests of the
+    earlier ones are deleted. While elastic searchers use these, the digests stay, and ranks refuse others.
 
     Raises the ConfigErrors of ``RunDir.create`` and ``refuse_steps_behind``.
     """

@@ -267,7 +267,7 @@ def _oldest_state(run: RunDir) -> TrainerState:
         ours = (state for folder, state in states if not misplaced(run, folder, state))
         return next(ours, TrainerState())
     except (ValueError, LookupError) as error:
-        log.warning("no shards and references are deleted: %s", error)
+        log.warning("neither shards nor references are deleted: %s", error)
         return TrainerState()
 
 

@@ -220,7 +220,7 @@ class RunDir:
     def came_to_nothing(self) -> bool:
         """True if no start has taken a step, or produced a shard, checkpoint, reference or evaluation.
 
-        Weights in files are products, too: a searcher would take those of another model for the run's.
+        Published weights in files count, too: if the model changed, a searcher would load the old model's.
         """
         made = (self.shards, self.weights, self.checkpoints, self.references, self.evaluations)
         return not self.has_learned and not any(
@@ -317,7 +317,8 @@ class RunDir:
         self.history.mkdir(exist_ok=True)
         number = 1 + len(list(self.history.glob("config-*.yaml")))
         write_atomic(self.history / f"config-{number:04d}.yaml", dump_config(old))
-        # Before the new config is written: after a kill in between, the run is merely finished once more.
+        # Before the new config is written: if killed in between, the old number of steps holds, and a resume
+        # only finishes the run again.
         if self.finished and new.train.steps > old.train.steps:
             with suppress(FileNotFoundError):  # the run may have been killed before it wrote its summary
                 self.summary.rename(self.history / f"summary-{number:04d}.json")

@@ -1,4 +1,4 @@
-"""Writes files and folders atomically and durably, retries if a disk is full or away, parses JSON lines."""
+"""Writes files atomically and durably, retries while a disk is full or unreachable, and parses JSON lines."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def _name_once(temporary: Path, path: Path) -> None:
 def replacing(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that atomically and durably replaces ``folder`` when the block ends.
 
-    Leftovers of killed processes are deleted first. Names are unique, because on NFS the deletion of a folder
-    may fail while a file in it is still open somewhere.
+    Leftovers of killed processes are deleted first. On NFS this may fail while a file in them is still open
+    somewhere, so each temporary folder has a unique name.
     """
     for left in folder.parent.glob(f".{folder.name}.*tmp"):
         shutil.rmtree(left, ignore_errors=True)

@@ -51,10 +51,10 @@ class Merge:
         """Build from a record of the trainer's metrics with the event ``merged``."""
         counts = ("step", "sync", "revision", "trajectories", "tokens", "added", "duplicates", "evicted")
         return cls(
-            key=(whole(record, "searcher"), whole(record, "shard")),
+            key=(integer(record, "searcher"), integer(record, "shard")),
             request_ids=tuple(cast(list[int], record.get("request_ids", []))),
             answered=tuple(cast(list[int], record.get("answered", []))),
-            **{name: whole(record, name) for name in (*counts, "again")},
+            **{name: integer(record, name) for name in (*counts, "again")},
         )
 
 
@@ -95,9 +95,9 @@ class History:
             case "merged":
                 self.merges.append(Merge.of(record))
             case "evicted":
-                self.evictions[whole(record, "revision")] = whole(record, "evicted")
+                self.evictions[integer(record, "revision")] = integer(record, "evicted")
             case "started" | "resumed":
-                self._go_back(whole(record, "step"), whole(record, "revision"))
+                self._go_back(integer(record, "step"), integer(record, "revision"))
 
     def _go_back(self, step: int, revision: int) -> None:
         """Note a start from ``step`` and ``revision`` (0 in a new run), and drop what came after these."""
@@ -106,7 +106,7 @@ class History:
                 f"a resume from step {step}, revision {revision} follows step {self.last_step}, "
                 f"revision {self.last_revision}"
             )
-        steps = [taken for taken in self.steps if whole(taken, "step") <= step]
+        steps = [taken for taken in self.steps if integer(taken, "step") <= step]
         if self.starts:
             self.redone.append(len(self.steps) - len(steps))
         self.starts += 1
@@ -129,7 +129,7 @@ class History:
     @property
     def last_step(self) -> int:
         """Number of the last optimizer step on record; 0 if there is none."""
-        return whole(self.steps[-1], "step") if self.steps else 0
+        return integer(self.steps[-1], "step") if self.steps else 0
 
     @property
     def last_revision(self) -> int:
@@ -137,6 +137,6 @@ class History:
         return max(self.revisions(), default=0)
 
 
-def whole(record: Record, name: str) -> int:
+def integer(record: Record, name: str) -> int:
     """Return a field of a record as an integer; 0 if it is missing."""
     return int(number(record, name, 0))

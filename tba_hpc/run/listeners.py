@@ -158,7 +158,7 @@ def stop_listening(*, less: set[int] | None = None) -> None:
             drop_all(listener)
 
 
-def calls(pid: int, ports: set[int]) -> bool:
+def is_connected(pid: int, ports: set[int]) -> bool:
     """Return whether a process is connected to a peer at one of ``ports``."""
     with suppress(psutil.Error):
         return any(c.raddr and c.raddr[1] in ports for c in psutil.Process(pid).net_connections("inet"))

@@ -26,8 +26,8 @@ def free_memory(process: Path = Path("/proc/self"), groups: Path = Path("/sys/fs
 def oom_kills(process: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many processes of this process's control group the kernel has killed for lack of memory.
 
-    Those of groups inside it are included, and other programs of the machine are not. Returns 0 if the kernel
-    does not count them, as in the outermost group. process, groups: as in ``free_memory``.
+    Groups inside this group count, too, but no other programs of the machine. Returns 0 if the kernel keeps
+    no count, as for the outermost group. process, groups: as in ``free_memory``.
     """
     for _, controllers, group in _control_groups(process / "cgroup"):
         hierarchy, file = ("memory", "memory.oom_control") if controllers else ("", "memory.events")
@@ -40,7 +40,10 @@ def oom_kills(process: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/c
 
 
 def _control_groups(listing: Path) -> list[list[str]]:
-    """Return number, controllers and path of each control group of a process that controls its memory."""
+    """Return [number, controllers, path] of each control group that can limit the memory of a process.
+
+    listing: the process's file ``cgroup`` below /proc.
+    """
     lines = listing.read_text().splitlines() if listing.exists() else []
     return [line.split(":", 2) for line in lines if line.split(":", 2)[1] in ("", "memory")]
 

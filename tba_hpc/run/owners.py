@@ -1,4 +1,4 @@
-"""Ownership of a run: one launcher or Slurm job owns the run, and one process each rank's name.
+"""Ownership of a run: one launcher or Slurm job owns the run, and one process owns each rank's name.
 
 A second owner is refused. Kernel locks do not work across hosts on many shared file systems. A claim is
 therefore a file made by ``os.link``, which succeeds for exactly one of any number of rivals.
@@ -40,7 +40,7 @@ from tba_hpc.run.notes import Exit
 from tba_hpc.run.slurm_queue import WITH_PROCESSES, comment_names, components
 
 LAUNCH = "launch"
-"""Name that ``tba run`` or a Slurm job owns, which starts the ranks. Each rank owns its ``rank_name``."""
+"""Name owned by whatever starts the ranks: ``tba run`` or a Slurm job. Each rank owns its ``rank_name``."""
 
 BEAT_SECONDS = 10.0
 """Seconds after which an owner touches its claim again, as a sign of life."""
@@ -429,8 +429,8 @@ def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
 def _is_silent(run: RunDir, claim: Claim) -> bool:
     """Return whether an owner has given no sign of life for SILENT_OWNER_SECONDS.
 
-    A sign dated further than that into the future shows that a clock was wrong. The owner is then watched for
-    one and a half times BEAT_SECONDS.
+    If the last sign is dated so far into the future, a clock was wrong. Then the owner counts as silent if it
+    gives no new sign for one and a half times BEAT_SECONDS.
     """
 
     def sign() -> float:  # a job that owns a run as a whole gives no signs, but its trainer ranks do

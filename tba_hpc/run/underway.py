@@ -28,7 +28,7 @@ MOST_BYTES = 1 << 16
 """Largest number of bytes that are read from the file."""
 
 MOST_ENDS = 2
-"""Number of times that the process has ended in the same call when the run ends with an error."""
+"""Number of times that the process must end in the same call for the run to end with an error."""
 
 
 class Underway:
@@ -94,6 +94,6 @@ def _judged(searcher: int, call: str, attempts: list[str]) -> ConfigError | None
         log.warning("%s %s: if that happens again, the run ends", found, attempts[0])
         return None
     return ConfigError(
-        f"{found}s {' and '.join(attempts)}: mend the task's code, which may end or crash its process there, "
-        "or use up the memory, and start from the config again (the run keeps a copy of the code)"
+        f"{found}s {' and '.join(attempts)}: correct the task's code, which may end or crash its process "
+        "there or use up the memory, then start from the config file: the run directory has the old code"
     )

@@ -23,7 +23,7 @@ from tba_hpc.run.checkpoints import (
     read_state,
 )
 from tba_hpc.run.directory import REFUSED, RunDir, ShardKey
-from tba_hpc.run.history import EMPTY, History, Merge, ShardSize, whole
+from tba_hpc.run.history import EMPTY, History, Merge, ShardSize, integer
 from tba_hpc.run.inventory import damage
 from tba_hpc.run.metrics import MetricsTail, Record
 
@@ -154,7 +154,7 @@ class Evidence:
     def gap(self) -> str:
         """The first gap in the trainer's records, as a phrase; empty if there is none."""
         history, saved = self.history, self.newest
-        steps = [0, *(whole(taken, "step") for taken in history.steps)]
+        steps = [0, *(integer(taken, "step") for taken in history.steps)]
         revisions = [0, *history.revisions()]
         found = [
             *history.gaps,
@@ -225,8 +225,8 @@ def _seals(run: RunDir) -> Seals:
     for searcher, path in run.searcher_files().items():
         for record in MetricsTail(path).records():
             if record.get("event") == "sealed":
-                size = ShardSize(whole(record, "trajectories"), whole(record, "tokens"))
-                seals[searcher, whole(record, "shard")].append(size)
+                size = ShardSize(integer(record, "trajectories"), integer(record, "tokens"))
+                seals[searcher, integer(record, "shard")].append(size)
     return seals
 
 
