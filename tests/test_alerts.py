@@ -191,7 +191,7 @@ WRONG: dict[str, Case] = {
     "Effective sample size 2 % of a batch since step 40: .* Bound exchange.max_staleness": case(
         {"train/ess": after(40, 0.02, 0.9)}, train={"objective": "grpo"}
     ),
-    "Data were 40 steps old on average, in 80 steps: .* Set exchange.max_staleness, such as 20": case(
+    "Data were 40 steps old on average over 80 steps: .* Set exchange.max_staleness, such as 20": case(
         {"staleness/mean": lambda step: step - 1.0}
     ),
     "differ by 0.03 nats per token, from 0.004 at first, since step 60: .* model.dtype to float32": case(
@@ -517,7 +517,7 @@ def test_what_is_set_aside_counts_over_all_attempts() -> None:
 
 
 def test_equal_rewards_of_a_function_may_come_from_numbers_that_are_compared_with_texts() -> None:
-    words = "a number in a row is no text for a reward function"
+    words = "numbers in a row reach the function as numbers, not text"
     jsonl = {"name": "jsonl", "train_file": "rows.jsonl", "reward": "own:right"}
     assert words in alerted(NEVER_RIGHT, task=jsonl)[0] and words not in alerted(NEVER_RIGHT)[0]
 

@@ -145,7 +145,7 @@ def _since(points: Sequence[Point], is_wrong: Callable[[float], bool]) -> int | 
 
 
 def _smooth(points: Sequence[Point], width: int = SMOOTH) -> list[Point]:
-    """Return the mean of every ``width`` neighbouring points, at their middle; few peaks are chance."""
+    """Return the mean of every ``width`` neighbouring points, at the step of their middle."""
     windows = (points[i : i + width] for i in range(len(points) - width + 1))
     return [
         Point(window[width // 2].step, fmean(point.value for point in window), width) for window in windows
@@ -222,7 +222,7 @@ def constant_reward(view: View) -> Alert | None:
             "template with the tokens that end a completion; then raise generator.max_tokens, set "
             f"generator.stop, or correct the files of {view.config.model.path}",
         )
-    numbers = "; a number in a row is no text for a reward function" if _only_functions(view) else ""
+    numbers = "; numbers in a row reach the function as numbers, not text" if _only_functions(view) else ""
     return _alert(
         found,
         key="tba samples RUN",
@@ -330,9 +330,9 @@ def _standard_error(evaluation: Evaluation) -> float:
 def _fall_of_reward(view: View) -> str:
     """Describe the largest fall of the reward; empty if it is small or half of it has been regained.
 
-    Only falls of more than half of the reward's whole range, and of more than six times the noise, are
-    described. Among some dozen values that differ only by chance, the largest fall is four to five times the
-    noise.
+    Only falls of more than half of the reward's whole range, and of more than six standard deviations of the
+    smoothed values, are described. Among some dozen values that differ only by chance, the largest fall is
+    four to five standard deviations.
     """
     points, now = view.trends.trend("search/reward"), view.trends.latest("search/reward")
     if len(points) < LEAST_POINTS or now is None:
@@ -404,7 +404,7 @@ def distant_policy(view: View) -> Alert | None:
 def _gain(view: View) -> float | None:
     """Return how far the fresh reward rose above its first value; None if this rise does not bound β·KL.
 
-    It does if the objective weighs reward against the KL from a frozen reference whose power is always 1.
+    The bound holds if the objective weighs reward against the KL from a frozen reference of power 1.
     """
     train, rewards = view.config.train, view.values("search/reward")
     steps = [step for step, _ in (*train.reference_temperature, *train.target_temperature)]
@@ -462,7 +462,7 @@ def first_samples(view: View) -> Alert | None:
     if age <= 0.35 * trends.steps or ages[0] > age:  # ages fall in a replay of all shards at once
         return None
     return _alert(
-        f"data were {_few(age)} steps old on average, in {trends.steps} steps",
+        f"data were {_few(age)} steps old on average over {trends.steps} steps",
         key="exchange.max_staleness",
         why="steps were faster than completions, so most of what they learned from was sampled by the first "
         "weights",

@@ -59,9 +59,9 @@ class RunData:
     """A run as of the last ``update``. Raises ConfigError if its config cannot be read.
 
     finished: whether nothing is left to do. trainer: digest of the trainer's metrics. searchers: digests of
-    the searchers' metrics, by index. events: what launchers and batch scripts logged, see
-    ``run.events.log_event``; without those of ``tba submit``, after which a run may wait for days.
-    all_events: those as well. evaluations: the complete ones, by name.
+    the searchers' metrics, by index. all_events: all events of the run, see
+    ``run.events.log_event``. events: these without the ones of ``tba submit``, after which a run may wait in
+    the queue for days. evaluations: the complete ones, by name.
     """
 
     def __init__(self, run: RunDir) -> None:

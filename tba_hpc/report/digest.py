@@ -33,7 +33,7 @@ KEEP_SECONDS = 60.0
 """Shortest pause between two writes of a digest; readers parse the lines after the last write."""
 
 CHECKPOINTS = 16
-"""Number of newest checkpoints whose counts are kept, since a resume goes back to those of its checkpoint."""
+"""Number of newest checkpoints whose counts are kept, since a resume begins with its checkpoint's counts."""
 
 PHASES = ("started", "resumed", "filling", "waiting", "stopped", "finished")
 """Events that begin a phase of the trainer."""
@@ -179,8 +179,8 @@ class TrainerDigest:
 class SearcherDigest:
     """Digest of a searcher's records.
 
-    trends: trends of this searcher; in ``RunData`` those of the whole run, to which this searcher's have been
-    added. rates: tokens per second by unix second. tokens: number generated, even if lost with their
+    trends: curves and counts of this searcher. ``RunData`` adds them to the run's, and sets this field to the
+    run's. rates: tokens per second by unix second. tokens: number generated, even if lost with their
     searcher. rebuilds, rejected, nan_groups: counters of these metrics. stage: stage that the engine's start
     has reached. stage_since: time when this stage began, unix seconds. last: the last record that is not an
     event. since, until: times of the first and last record of the present start, unix seconds.

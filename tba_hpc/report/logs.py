@@ -31,8 +31,8 @@ RANK = re.compile(r"(trainer|searcher)-(\d+)")
 def log_files(run: RunDir, rank: str | None, attempt: int | None) -> list[Path]:
     """List the requested logs that exist: the newest batch script's, the elastic searchers', then the ranks'.
 
-    rank: ``trainer-0``, ``searcher-3``, ``mpiexec``, ``batch`` or ``elastic``; None for all, with those of
-    jobs only if ``attempt`` is None. attempt: number of an attempt; None for the newest. Links that lead
+    rank: ``trainer-0``, ``searcher-3``, ``mpiexec``, ``batch`` or ``elastic``; None: all of these, but the
+    last two only if ``attempt`` is None. attempt: number of an attempt; None: the newest. Links that lead
     out of the run are left out. Raises ConfigError if ``rank`` is no such name or the attempt has no logs.
     """
     scripts = sorted((run.path / "slurm").glob("job-*.log"), key=lambda path: path.stat().st_mtime_ns)[-1:]
@@ -108,7 +108,7 @@ class Printer:
             print(printable(line), flush=True)
 
     def _new_lines(self, path: Path, *, near_end: bool, unfinished: bool) -> list[str]:
-        """Read new lines as a terminal would show them: of a progress bar its last state, and no NUL bytes.
+        """Read new lines as a terminal would show them: only a progress bar's last state, and no NUL bytes.
 
         near_end: skip all but the last MOST_BYTES of a file that is read for the first time.
         """

@@ -256,6 +256,6 @@ def notified(run: RunDir, config: Config) -> Iterator[None]:
 
 
 def _wait_with_signals(parent: int) -> None:
-    """Have SIGTERM sent to this new process when ``parent`` ends, blocked until ``watch`` unblocks it."""
+    """Block SIGTERM in this new process, until ``watch`` unblocks it, and request it for ``parent``'s end."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     die_with(parent, signal.SIGTERM)

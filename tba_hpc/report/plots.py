@@ -102,10 +102,7 @@ def plots(data: RunData) -> list[Plot]:
 
 
 def _figures(data: RunData) -> list[Lines]:
-    """Return FIGURES and, after the first, one of the task's rewards by name, if there are several.
-
-    It has the first NAMES of them.
-    """
+    """Return FIGURES, with a figure of the first NAMES named rewards in second place if there are several."""
     names = _reward_names(data)
     if not names:
         return [*FIGURES]

@@ -1,6 +1,6 @@
 """Says what a run is doing, from its files and Slurm's view of its job, and which command comes next.
 
-Reading the state is cheap enough for once a second.
+A caller can read the state once a second.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def run_state(monitor: RunMonitor) -> RunState:
 
 
 def job_of(monitor: RunMonitor) -> list[QueueEntry]:
-    """Return the components of the run's job; none if it ended and the run was then started differently."""
+    """Return the components of the run's job; none if it ended and the run was then started without it."""
     states, events = {component["state"] for component in monitor.job}, monitor.events
     if not monitor.job or not events or states & (QUEUED | WITH_NODES):
         return monitor.job
@@ -426,9 +426,9 @@ def _with_hint(monitor: RunMonitor, found: RunState) -> RunState:
 def _no_space(monitor: RunMonitor) -> str:
     """Return a clause on the lack of space on the run's disk; "" if none is known.
 
-    The trainer records until when it waits. If the disk is too full for this record, the wait is taken to
-    have begun with the newest one; all ranks wait equally long. While records come, nothing waits, since some
-    users, such as root, may use reserved space.
+    The trainer records until when it waits for space. If the disk has no room for this record, the wait is
+    taken to begin at the newest record, and to last ``launch.disk_seconds``, as in every rank. While new
+    records come, no rank waits: users such as root may write into reserved space.
     """
     postponed, now = monitor.trainer.postponed, time.time()
     postponed = postponed if number(postponed, "time", 0.0) >= monitor._begun else {}

@@ -150,8 +150,8 @@ def summary_of(data: RunData) -> Summary:
 def reference_of(train: TrainSection, evaluation: Evaluation) -> int:
     """Return the step of the policy that is the reference in an evaluation's perplexity.
 
-    It is the reference with which the next step is trained. An evaluation of the test split comes after what
-    was then the run's last step, and uses that step's reference.
+    An evaluation uses the reference with which the next step is trained. After a run's last step, the test
+    split is evaluated with that step's reference.
     """
     last = evaluation.split == "test" and evaluation.step > 0
     return schedules.reference(train, evaluation.step - last)

@@ -24,7 +24,7 @@ __all__ = ["Audit", "Check", "Violation", "audit", "print_audit"]
 class Audit(Counts):
     """The verdict on a run, and counts of what it has done.
 
-    begun: number of starts of the run's ranks, also of those that ended before the trainer's loop. resumes:
+    begun: number of starts of the run's ranks, including those that ended before the trainer's loop. resumes:
     number of steps that each resume had to do again. merged: number of trajectories that the newest
     checkpoint counts as merged. pending: number of trajectories in shards that wait for their merge. notes:
     sentences about what is unusual but correct.

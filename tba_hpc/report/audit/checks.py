@@ -88,7 +88,7 @@ def check_files(evidence: Evidence) -> Check:
 
 
 def check_seals(evidence: Evidence) -> Check:
-    """Check that every sealed shard is in the newest checkpoint, or on disk for the next start."""
+    """Check that every sealed shard is in the newest checkpoint, or on disk for the next start to merge."""
     merged = {merge.key for merge in evidence.saved_merges}
     safe = merged | set(evidence.waiting)
     missing = {key: size.trajectories for key, size in evidence.sizes.items() if key not in safe}

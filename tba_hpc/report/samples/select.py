@@ -33,8 +33,11 @@ that checkpoint's replay buffer. gone: merged, but evicted from the buffer or re
 RECORDED = ("uid", "prompt_id", "request_id", "reward", "version_oldest", "version_newest", "reference")
 """Fields of a trajectory's record that ``Sample`` has, too."""
 
-Rank = tuple[float, int, int]
-"""Sort key of a trajectory: reward or log-ratio (0 if sorted by age), age, uid; the largest comes first."""
+SortKey = tuple[float, int, int]
+"""Sort key of a trajectory, whose largest comes first: reward, log-ratio or 0; version; uid.
+
+Each is negated where the smallest is to come first.
+"""
 
 Decode = Callable[[np.ndarray], str]
 """Function that turns tokens, int32 [T], into text."""
@@ -163,26 +166,26 @@ class Selection:
 def select(run: RunDir, query: Query, decode: Decode) -> Selection:
     """Search all shards of a run that are on disk."""
     states, read, found = States.read(run), 0, 0
-    best: dict[object, tuple[Rank, Sample]] = {}
+    best: dict[object, tuple[SortKey, Sample]] = {}
     for shard in sealed_shards(run):
         trajectories = shard.trajectories
         read += len(trajectories)
         rows = [row for row in _rows(trajectories, query) if _has_text(trajectories, row, query, decode)]
         found += len(rows)
         log_ratio_N = _log_ratios(trajectories)
-        ranks = _ranks(trajectories, query.order, log_ratio_N)
-        rows.sort(key=lambda row: ranks[row], reverse=True)
+        keys = _sort_keys(trajectories, query.order, log_ratio_N)
+        rows.sort(key=lambda row: keys[row], reverse=True)
         for row in rows:
-            if len(best) == query.limit and ranks[row] <= min(rank for rank, _ in best.values()):
+            if len(best) == query.limit and keys[row] <= min(key for key, _ in best.values()):
                 break
             same: object = identity(trajectories.record[row], trajectories.completions.row(row))
             same = int(trajectories.record["uid"][row]) if query.limit is None else same
-            if same not in best or ranks[row] > best[same][0]:
-                best[same] = (ranks[row], _sample(shard, row, log_ratio_N[row], states, decode))
+            if same not in best or keys[row] > best[same][0]:
+                best[same] = (keys[row], _sample(shard, row, log_ratio_N[row], states, decode))
             if query.limit is not None and len(best) > query.limit:
                 del best[min(best, key=lambda known: best[known][0])]
-    ranked = sorted(best.values(), key=lambda pair: pair[0], reverse=True)
-    return Selection([sample for _, sample in ranked], read, found, states.step)
+    chosen = sorted(best.values(), key=lambda pair: pair[0], reverse=True)
+    return Selection([sample for _, sample in chosen], read, found, states.step)
 
 
 def sealed_shards(run: RunDir) -> Iterator[Shard]:
@@ -225,8 +228,8 @@ def _log_ratios(trajectories: Trajectories) -> list[float | None]:
     return [None if own or np.isnan(mean) else float(mean) for mean, own in zip(means, own_N, strict=False)]
 
 
-def _ranks(trajectories: Trajectories, order: SortBy, log_ratio_N: list[float | None]) -> list[Rank]:
-    """Return the rank of each row; unless the oldest are asked for, the newest of equal rows come first."""
+def _sort_keys(trajectories: Trajectories, order: SortBy, log_ratio_N: list[float | None]) -> list[SortKey]:
+    """Return the sort key of each row. Of equal rows the newest comes first, or the oldest if ``oldest``."""
     record = trajectories.record
     first_N = [0.0] * len(record)
     if order == "changed":

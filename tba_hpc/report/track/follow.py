@@ -1,7 +1,7 @@
 """Sends a run's figures to its trackers: once, continuously, or in a child process of the leading trainer.
 
-RUN/track records which figures have been sent. A failure of the child does not stop training. The child reads
-standard input and ends when that does, so it never outlives the trainer.
+RUN/track records which figures have been sent. A failure of the child does not stop training. The child ends
+when its standard input is closed, so it never outlives the trainer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAUSE_SECONDS = 10.0
 """Pause between two readings of the run's files."""
 
 OWNER = "tracker"
-"""Name of the lock that keeps a second process from following the run."""
+"""Name that the process owns (``run.owners``), so that no second process follows the run."""
 
 END_SECONDS = 60.0
 """Longest wait for the remaining figures to be sent after training has ended."""
@@ -214,6 +214,6 @@ def _ends_well(process: subprocess.Popen[bytes]) -> bool:
 
 
 def until_eof(seconds: float) -> bool:
-    """Wait up to ``seconds`` for the end of standard input; return False if that has come."""
+    """Wait up to ``seconds`` for the end of standard input; return False if it has come."""
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     return not (ready and not os.read(sys.stdin.fileno(), 1))
