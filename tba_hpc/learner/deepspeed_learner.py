@@ -168,7 +168,7 @@ class DeepSpeedLearner:
             self._parameters = self._lora.adapter | self._lora.base
             self.layout = _layout(self._lora.adapter, config, self._lora.weights)
             self._whole = _layout(self._parameters, config)
-        self._policy.eval()  # what is random in training mode would not be the policy that samples
+        self._policy.eval()  # in training mode, some models route at random, unlike the engine that samples
         if config.train.gradient_checkpointing:
             checkpoint_layers(self._policy)
         self._default_tokens = _default_micro_batch(self._policy, config, self._group.device)
@@ -380,7 +380,7 @@ class DeepSpeedLearner:
         return self._group.total(logprob_T.cpu().numpy()).astype(np.float32)
 
     def _reference_of(self, step: int) -> AbstractContextManager[nn.Module]:
-        """Yield the reference of ``step`` in a block: a separate model, or the policy without its adapter."""
+        """Return a context of the reference of ``step``: another model, or the policy without its adapter."""
         if self._reference:
             return self._reference.on_device(self._group.device, step)
         assert self._lora and step == 0
@@ -431,7 +431,7 @@ class DeepSpeedLearner:
 
     def _save_in_background(self, folder: Path) -> None:
         """Write a follower's part of a checkpoint in the background, and report the result to the leader."""
-        wait([self._written])  # its memory is that of the next copy
+        wait([self._written])  # the next copy reuses the memory of the last one
         write = self._save(folder)
         self._written = in_background(write)
 
@@ -481,18 +481,18 @@ class DeepSpeedLearner:
         if self._group.leads:
             shutil.rmtree(scratch, ignore_errors=True)
             _convert(folder / TAG, scratch / TAG)
-        self._group.await_leader()  # not a barrier, whose deadline a large conversion may exceed
+        self._group.await_leader()  # a large conversion may exceed the deadline of a barrier
         self._engine._config.load_universal_checkpoint = True  # DeepSpeed reads it when it loads
         self._restore(scratch)
         self._engine._config.load_universal_checkpoint = False
         _own_steps(self._engine.optimizer.optimizer)
         self._group.barrier()
         if self._group.leads:
-            shutil.rmtree(scratch, ignore_errors=True)  # on NFS not while a rank has a file open
+            shutil.rmtree(scratch, ignore_errors=True)  # NFS needs the barrier: no file may be open
 
     def _restore(self, folder: Path) -> None:
         with only_data(folder, PLAIN_DATA):
-            # With LoRA the checkpoint lacks the base model; ``load`` has checked that it is the same.
+            # With LoRA the checkpoint lacks the base model, whose identity ``load`` has checked.
             loaded, _ = self._engine.load_checkpoint(
                 str(folder), tag=TAG, load_module_strict=self._lora is None
             )
@@ -576,7 +576,7 @@ def _unwritable(folder: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # torch's writer raises either
         if is_lost_peer(error) or isinstance(error, DiskFullError):
             raise
-        full = is_disk_full(error)  # torch's own words on that name no disk
+        full = is_disk_full(error)  # torch's message for this does not say so
         why = "the disk or quota is full" if full else error
         raise (DiskFullError if full else StateError)(
             f"cannot write the checkpoint {folder} ({why}); free space or raise the quota, then start "

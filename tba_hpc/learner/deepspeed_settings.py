@@ -57,5 +57,5 @@ def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]
 
 
 def is_fused(device: torch.device) -> bool | None:
-    """Return AdamW's argument ``fused``: True on a GPU, where few kernels then update all weights."""
+    """Return AdamW's argument ``fused``: True on a GPU, to update all weights by few kernels; else None."""
     return True if device.type == "cuda" else None

@@ -46,8 +46,8 @@ WITHOUT_DEFAULTS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 class FileTokenizer:
     """A Tokenizer that makes at most as many tokens of a text as the model's own tokenizer in transformers.
 
-    A check of lengths with this class therefore never refuses what would fit. It adds no special tokens,
-    unless the text has no other tokens, and encodes a chat message without the chat template.
+    A check of lengths with this class therefore never refuses what would fit. No special tokens are added,
+    unless the text has no other tokens, and a chat message is encoded without the chat template.
 
     tokenizer: from tokenizer.json. model: folder or hub name, for errors. settings: the contents of
     tokenizer_config.json, with the model's chat template, if it has one, as ``chat_template``.

@@ -167,10 +167,10 @@ def _is_misread(tokenizer: TransformersTokenizer, path: str) -> bool:
         return False
     try:
         tokens = own.encode_rendered(SAMPLE)
-    except Exception:  # tokenizers raises no other kind if it lacks a word
+    except Exception:  # the library tokenizers raises no other class for an unknown word
         return False
     text = tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
-    same_text = text == own.decode_whole(tokens)  # a word that it lacks is a special token
+    same_text = text == own.decode_whole(tokens)  # an unknown word becomes a special token
     return tokenizer.encode(SAMPLE, add_special_tokens=False) != tokens.tolist() or not same_text
 
 
@@ -205,8 +205,8 @@ def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = No
     if policy.config.get_text_config() is not policy.config:
         text_model = type(policy).__name__.replace("ForConditionalGeneration", "ForCausalLM")
         raise ConfigError(
-            f"model.path={path} has more parts than its text model, which alone can be trained: save that "
-            f"one with its tokenizer into a folder (by transformers' {text_model}), and give the folder"
+            f"model.path={path} has more parts than its text model, which alone can be trained: save the "
+            f"text model and its tokenizer in a folder (by transformers' {text_model}), and give the folder"
         )
     if in_parts:
         _compute_buffers_again(policy, dtype)
@@ -382,8 +382,8 @@ def _compile_errors() -> Iterator[None]:
     except TorchDynamoException as error:
         raise ConfigError(
             f"torch cannot compile the model's layers ({str(error).strip().splitlines()[0]}): set "
-            "model.compile=false, which names faults that the compiler hides, or install what it lacks, such "
-            "as a C compiler"
+            "model.compile=false, which also shows faults that the compiler hides, or install what it lacks, "
+            "such as a C compiler"
         ) from error
 
 
@@ -391,8 +391,8 @@ class LogprobHead(nn.Module):
     """Output layer of a model that returns log-probabilities of given tokens instead of logits.
 
     The policy is softmax(logits / temperature). fp32: do not round logits to the dtype of weights and hidden
-    states; their gradients are still rounded. chunk_bytes: see PolicyLogprobs. The output layer's parameters
-    are shared, and belong to this module, so that ZeRO-3 gathers them once for all chunks.
+    states; their gradients are still rounded. chunk_bytes: see PolicyLogprobs. This module
+    holds the output layer's own parameters, so that ZeRO-3 gathers them once for all chunks.
     """
 
     def __init__(

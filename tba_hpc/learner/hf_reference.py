@@ -64,7 +64,7 @@ class HfReference:
         self.step = step
 
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Compute ``logprobs_of`` groups under other weights of the same architecture and dtype.
+        """Do the same as ``logprobs_of`` under other weights of the same architecture and dtype.
 
         A whole policy is swapped with the reference's weights, tensor by tensor, without extra memory, and
         swapped back afterwards, bit for bit. A LoRA adapter is attached to the initial weights instead.
@@ -120,7 +120,7 @@ class HfReference:
 
     @torch.inference_mode()
     def _in_one_pass(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Compute ``logprobs_of`` groups that fit into one pass."""
+        """Do the same as ``logprobs_of`` for groups that fit into one pass."""
         keys = [
             (number, one.tokens.tobytes(), one.action_T.tobytes(), one.begin_T.tobytes())
             for number, group in enumerate(groups)

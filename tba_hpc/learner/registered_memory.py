@@ -72,7 +72,7 @@ class RegisteredMemory:
             *(nbytes / 1e9, error),
         )
         self._refused = True
-        with suppress(RuntimeError, AssertionError):  # the next kernel reports the error, too
+        with suppress(RuntimeError, AssertionError):  # this kernel takes the error, which CUDA reports twice
             torch.ones(1, device="cuda").add_(1)
 
 

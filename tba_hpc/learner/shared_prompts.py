@@ -28,8 +28,8 @@ ATTENTION = "by-sequence"
 """Name under which ``attend_by_sequence`` is registered with transformers."""
 
 NO_MASK = torch.ones(1, 1, 1, 0, dtype=torch.bool)
-"""Attention mask for calls with ``packed``. Its four axes keep transformers from making one, and because it
-is empty, any other attention function fails that uses it."""
+"""Attention mask for calls with ``packed``. Its four axes keep transformers from making another mask. It is
+empty, so any other attention function that uses it fails."""
 
 CAUSAL = (-1, 0)
 """Argument window_size of varlen_attn for causal attention in which the last query sees all keys."""

@@ -81,7 +81,7 @@ class TrainerGroup:
         self.rank = rank
         self.ranks = ranks
         (store / "group").mkdir(exist_ok=True)
-        self._entries = FolderStore(store / "group", deadline=deadline)  # kept alive: torch does not
+        self._entries = FolderStore(store / "group", deadline=deadline)  # torch does not keep it alive
         hosts = _meet(self._entries, rank, ranks, start_deadline or deadline)
         local_rank, self.local_ranks = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
         if len(set(hosts)) == 1:
