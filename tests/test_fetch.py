@@ -120,8 +120,9 @@ def test_what_cannot_be_had_is_said_and_the_rest_comes(
     )
     assert done.returncode == 2
     assert done.stderr.endswith(
-        "tba: something is missing, see above: of the hub's, check name, network, and HF_TOKEN if it is "
-        "gated; a file or folder of yours must be there already, and the config may say how to make it\n"
+        "tba: something is missing, see above: if it is on the hub, check its name, the network, and "
+        "HF_TOKEN for a gated one; if it is a file or folder of yours, make it first, as the config may "
+        "explain\n"
     )
     assert f"task.train_file={tmp_path}/train.jsonl: is there, " in done.stdout
     assert f"task.test_file={tmp_path}/test.jsonl: MISSING, no such file here, in {tmp_path}" in done.stdout

@@ -92,11 +92,11 @@ def ask(
     """Load a model and let it answer a question. The config's seed (0 without a config) fixes the answers.
 
     name: a run directory, or a model's folder or hub name. question: a text; for a task with conversations it
-    may be a row as JSON. config: for such a model, the config with its task. overrides: settings
-    ``key=value`` for this config or the run's. samples: number of answers.
-    temperature: 0 for greedy answers; None: 0 for a single answer, and as in training for several.
-    max_tokens: longest answer; None: as in training. chat: whether to use the chat template; None: as the
-    task does or, without a task, if the model has a template.
+    may be a row as JSON. config: config with the task, if ``name`` is not a run. overrides: settings
+    ``key=value`` for this config or the run's. samples: number of answers. temperature: 0 for greedy answers;
+    None: 0 for a single answer, and as in training for several. max_tokens: longest answer; None: as in
+    training. chat: whether to use the chat template; None: as the task does or, without a task, if the model
+    has a template.
 
     Raises ConfigError if there is no such run or model, if the model has no chat template, or if the question
     is too long.
@@ -218,12 +218,15 @@ def _unlogged() -> Iterator[None]:
 
 
 def _serve(model: ModelSection, generator: GeneratorSection, **_: object) -> Victim:
-    """Raise ConfigError: some tasks need a further model, and ``tba ask`` does not serve one."""
-    raise ConfigError(f"the task needs {model.path}, which is not served here: add --plain or --chat")
+    """Raise ConfigError, because ``tba ask`` serves no further model, which some tasks need."""
+    raise ConfigError(
+        f"the task needs {model.path}, which tba ask does not serve: add --plain or --chat to ask without "
+        "the task"
+    )
 
 
 def _room(settings: Config, prompt_tokens: int, max_tokens: int) -> int:
-    """Return ``max_tokens``, or what is left of the context if less. Raises ConfigError if nothing is."""
+    """Return ``max_tokens``, or what is left of the context if less. Raises ConfigError if that is 0."""
     left = settings.model.context_length - prompt_tokens
     if left < 1:
         raise ConfigError(

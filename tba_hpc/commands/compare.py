@@ -37,7 +37,7 @@ class Compared:
     """One of the runs that are compared.
 
     gain: final score of this run minus that of the first run, with an interval that treats the prompts of
-    the two as independent. It is None for the first run, if a score is missing, and if the scores do not
+    the two as independent. It is None for the first run, if a score is missing, or if the scores do not
     measure the same thing.
     """
 

@@ -58,8 +58,8 @@ def fetch(config: Config, site: Site | None) -> None:
     )
     if done.returncode:
         raise ConfigError(
-            "something is missing, see above: of the hub's, check name, network, and HF_TOKEN if it is "
-            "gated; a file or folder of yours must be there already, and the config may say how to make it"
+            "something is missing, see above: if it is on the hub, check its name, the network, and HF_TOKEN "
+            "for a gated one; if it is a file or folder of yours, make it first, as the config may explain"
         )
 
 
@@ -124,7 +124,7 @@ def _download_model(name: str) -> None:
     files = HfApi().list_repo_files(name)
     top = [file for file in files if "/" not in file]
     pickled = [] if not any(Path(file).match(SAFETENSORS) for file in top) else [PICKLED]
-    # Folders hold weights in other formats or for other libraries, so only their text files are downloaded.
+    # Subfolders hold weights in other formats or for other libraries, so only their text files are fetched.
     below = [file for file in files if "/" in file and not file.endswith((".json", ".txt"))]
     snapshot_download(name, ignore_patterns=[*OTHER_FORMATS, *pickled, *below])
 

@@ -59,8 +59,8 @@ def replay(
     note = json.dumps({"of": str(source.path), "delay": delay, "at_once": at_once})
     if (run.path / NOTE).exists() and (run.path / NOTE).read_text() != note:
         raise ConfigError(
-            f"{run.path} replays another run, or in another order ({(run.path / NOTE).read_text()}): choose "
-            "another run.name"
+            f"{run.path} replays another run, or with another --delay or --at-once "
+            f"({(run.path / NOTE).read_text()}): choose another run.name"
         )
     if is_done(run, config):
         return run, config
@@ -148,7 +148,10 @@ def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Seque
 
 
 def _leave_out_what_follows(train: dict[str, Any], given: Mapping[str, str]) -> None:
-    """Remove those keys of a ``train`` section whose defaults depend on an objective that is ``given``."""
+    """Remove the keys of a ``train`` section for which the replay's objective sets the default.
+
+    given: overrides by key; ``ratio_bound`` is kept if they name no objective.
+    """
     objective = given.get("train.objective", train["objective"]["name"])
     if "train.objective" in given:
         del train["ratio_bound"]
@@ -186,7 +189,7 @@ def read_recorded(
         remedy = ", or replay what is left with --partial" if there else ""
         raise ConfigError(
             f"{len(wanted) - len(there)} of the {len(wanted)} shards that {source.path} learned from are "
-            f"gone, deleted once a checkpoint held them: keep them with exchange.keep_shards=1{remedy}"
+            f"gone, deleted once a checkpoint held them: record another with exchange.keep_shards=1{remedy}"
         )
 
     def read(key: ShardKey) -> Shard:

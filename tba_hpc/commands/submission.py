@@ -301,7 +301,7 @@ def again(submission: Submission, run: RunDir) -> str:
 
 
 def _by_hand(run: RunDir, site: Path, nodes: int) -> str:
-    """Return the sbatch command of a script in slurm/ that resumes the run on nodes as those of this job."""
+    """Return the sbatch command of a script in slurm/ that resumes the run on nodes like this job's."""
     folder, where, of_site = (shlex.quote(str(path)) for path in (Path.cwd(), run.path, site))
     given = {
         f"--{name.lower()}": os.environ.get(f"SLURM_JOB_{name}") for name in ("PARTITION", "ACCOUNT", "QOS")
