@@ -348,7 +348,7 @@ def submit_elastic(
     slurm.require_slurm()
     facts = _facts(config, None, site, submission)
     _require_partition(partition, facts)
-    # Now, not after hours in the queue.
+    # Checked now, because the jobs may start after hours in the queue.
     findings = [*refuse(ELASTIC, facts), *_slots_in_use(run, config, nodes * searcher.ranks)]
     snapshot.take(run.path)
     number = slurm.send(run, text)

@@ -121,7 +121,7 @@ class DeepSpeedLearner:
         store: Path,
         references: Callable[[int], Path] | None = None,
     ) -> None:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # tensors vary in size
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # no fragmentation
         if not compiles(config.model):  # else ZeRO loads torch's compiler, for an unused optimizer
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         self._config = config

@@ -456,10 +456,10 @@ def first_samples(view: View) -> Alert | None:
     """
     trends, ages = view.trends, view.values("staleness/mean")
     age = trends.curves["staleness/mean"].mean
-    early = max(EARLY_STEPS, view.config.train.steps // 5)  # the buffer's first completions prevail a while
+    early = max(EARLY_STEPS, view.config.train.steps // 5)  # at first, most data are early
     if age is None or trends.steps < early or view.config.exchange.max_staleness is not None:
         return None
-    if age <= 0.35 * trends.steps or ages[0] > age:  # ages fall in a replay of all shards at once
+    if age <= 0.35 * trends.steps or ages[0] > age:  # ages fall in a replay ``at_once``
         return None
     return _alert(
         f"data were {_few(age)} steps old on average over {trends.steps} steps",
@@ -572,7 +572,7 @@ def waiting_trainer(view: View) -> Alert | None:
     if seconds < WAIT_SECONDS or steps < (EARLY_STEPS if seconds < LONG_SECONDS else LEAST_POINTS):
         return None
     limits = "exchange.max_staleness or buffer.replay_limit if one of these limits"
-    if view.config.buffer.replay_limit == 1:  # data are wanted once
+    if view.config.buffer.replay_limit == 1:  # data are meant to be used once
         limits = "exchange.max_staleness if this limit"
     return _alert(
         f"trainer has waited {_share(share[0])} of its time",

@@ -136,7 +136,7 @@ class Notifier:
         """Return the present alerts that were not seen in the last QUIET_SECONDS, and note all as seen."""
         now, new = time.monotonic(), []
         for alert in self._monitor.alerts:
-            # Its key identifies an alert: its figure changes while it lasts.
+            # An alert is known by its key, because its figure changes while it lasts.
             new += [alert] if now - self._alerts.get(alert.key, -math.inf) > QUIET_SECONDS else []
             self._alerts[alert.key] = now
         return new

@@ -287,7 +287,7 @@ def _after_a_job(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
     job_id, state, heard = job[0]["job"], job[0]["state"], _heard_of(monitor, job)
     how = "" if state == FORGOTTEN else f" ({state.lower().replace('_', ' ')})"
     gone = RunState("gone", f"job {job_id} is gone{how}, the run is at step {monitor.step}")
-    if monitor.full:  # so that nothing could tell why
+    if monitor.full:  # no rank could record why it ended
         gone = replace(gone, words=f"{gone.words}; the disk is full")
     elif state == "FAILED" and not heard:
         gone = RunState("gone", f"job {job_id} failed without a word: do its nodes see {monitor.run.path}?")
@@ -354,7 +354,7 @@ def _resumed_by(monitor: RunMonitor) -> str:
 def _at_work(monitor: RunMonitor) -> RunState:
     """Return the state of a run whose ranks are starting or at work."""
     step, phase, last = monitor.step, monitor.phase, monitor.last_event
-    arrive = bool(phase) and any(monitor.rates)  # before, elastic searchers may still serve another attempt
+    arrive = bool(phase) and any(monitor.rates)  # else elastic searchers may serve an earlier attempt
     before = phase in ("", "started", "resumed", "filling") and not arrive
     if last == "signal" and phase not in ("stopped", "finished"):
         return RunState("stopping", "asked to stop: goes on to the next safe point, then writes a checkpoint")

@@ -142,7 +142,7 @@ class RunDir:
         os.umask(0o077)
         with run.writing():
             make_folder(run.path)
-            run.path.chmod(0o700 | run.path.stat().st_mode & stat.S_ISGID)  # quotas may go by the group
+            run.path.chmod(0o700 | run.path.stat().st_mode & stat.S_ISGID)  # setgid: quotas may go by group
             write_atomic(run.format_file, f"{FORMAT}\n")  # before the config, which makes it a run directory
             run._freeze(config)
             run._identify()
@@ -155,7 +155,7 @@ class RunDir:
 
     @classmethod
     def check(cls, config: Config) -> RunDir:
-        """Return the directory that ``create`` would make or resume, or raise its ConfigError.
+        """Return the directory that ``create`` would make or resume, or raise the ConfigError of ``create``.
 
         Leaves no files behind.
         """

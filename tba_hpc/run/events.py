@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tba_hpc.run.files import parse_json_lines, read_regular
 
-if TYPE_CHECKING:  # its import of the config costs time, and batch scripts call this module often
+if TYPE_CHECKING:  # slow to import, and batch scripts call this module often
     from tba_hpc.run.directory import RunDir
 
 

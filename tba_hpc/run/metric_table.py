@@ -159,7 +159,7 @@ SEARCH = {
         "count, so far", "trajectories set aside because their reward was missing or not finite"
     ),
 }
-"""A searcher's record. Unless "so far", counts and means are of the time since its previous record."""
+"""A searcher's record. Means, and counts not marked "so far", are of the time since its previous record."""
 
 METRICS = {**STEP, **SEARCH}
 """All metrics of both roles."""

@@ -58,7 +58,7 @@ class MetricsWriter:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             last = file.read()
-        self._unwritten = b"" if last in (b"", b"\n") else b"\n"  # a line torn by a crash ends here
+        self._unwritten = b"" if last in (b"", b"\n") else b"\n"  # ends a line that a crash cut short
         self._full = False
         self._lock = threading.Lock()
         self._digest = digest
@@ -121,7 +121,7 @@ class MetricsWriter:
             return
         except OSError as error:
             fault = error.strerror
-        # Raised outside the handler: a full disk in its chain would make this error look temporary.
+        # Raised outside the handler, since a full disk as its context would make it look temporary.
         raise OSError(
             errno.EIO,
             f"records in {self._path} may be lost ({fault}): free space, then start the same run again, "
