@@ -17,7 +17,7 @@ def create(config: Config) -> RunDir:
     """Make or resume the run directory of a config; log an event ``changed`` if a resume changes keys.
 
     If the run has produced nothing, the config may name another model or other prompts: the digests of the
-    earlier ones are deleted. While elastic searchers use these, the digests stay, and ranks refuse others.
+    earlier ones are deleted. While elastic searchers use those, the digests stay, and ranks refuse a change.
 
     Raises the ConfigErrors of ``RunDir.create`` and ``refuse_steps_behind``.
     """

@@ -240,7 +240,7 @@ def _if_there(read: Callable[[], Result], *, otherwise: Result) -> Result:
 
 
 def _part_name(searcher: int, searchers: int) -> str:
-    """Return the file name of a part, with the number of searchers, which decides how a split is divided."""
+    """Return the file name of a part. It contains the number of searchers, which divide the split."""
     return f"searcher-{searcher:04d}-of-{searchers:04d}.json"
 
 

@@ -58,8 +58,8 @@ STEP = {
     ),
     "train/engine_gap": _curve(
         "nats per token",
-        "mean of |log π_engine − log π_learner| over completions of the batch sampled by the weights with "
-        "which this step begins; absent if there are none",
+        "mean of |log π_engine − log π_learner| over the tokens of the batch's completions that the weights "
+        "before this step sampled; absent if there are none",
     ),
     "train/residual": Metric("depends on the objective", "mean absolute residual (trajectory balance, OAPL)"),
     "train/advantage": Metric("reward", "mean absolute advantage (policy gradients, TBA′)"),
@@ -73,7 +73,7 @@ STEP = {
     ),
     "train/tokens": Metric("count", "sampled tokens of the batch's completions"),
     "train/wait_share": _curve(
-        "share", "wall time outside of forward, backward and optimizer, without the first steps of this start"
+        "share", "wall time outside of forward, backward and optimizer; a start's first steps are left out"
     ),
     "time/step_seconds": _curve("s", "one iteration of the trainer's loop"),
     "time/learn_seconds": Metric("s", "part of time/step_seconds inside ``learner.step``"),
@@ -127,9 +127,7 @@ SEARCH = {
         "nats per token",
         "mean of −log π_behaviour over the tokens of completions sampled at the normal temperature",
     ),
-    "search/flat_groups": _curve(
-        "share", "groups, scored since the previous record, whose rewards are all equal"
-    ),
+    "search/flat_groups": _curve("share", "groups whose rewards are all equal"),
     "search/length": _curve("tokens", "sampled tokens per completion, mean"),
     "search/environment_share": _curve("share", "tokens of completions that an environment wrote"),
     "search/turns": _curve("turns", "turns per completion, mean: 1 without an environment"),
