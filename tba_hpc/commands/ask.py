@@ -1,7 +1,7 @@
 """``tba ask``: asks a run's model, or any other model, a question and prints the answers.
 
-The model runs in transformers, which is ready sooner than an engine. It scores no answers, but
-environments and programs may.
+The model runs in transformers, which is ready sooner than an engine. No rewards are computed, except those
+that a task's environment or program gives.
 """
 
 from __future__ import annotations

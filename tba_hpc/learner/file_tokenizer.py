@@ -93,7 +93,7 @@ class FileTokenizer:
         return [token for token, known in added if known.special and known.content != unknown]
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens, int32 [T], of ``text``. Special tokens are added only if there are no others."""
+        """Return the tokens, int32 [T], of ``text``. Special tokens are added only if it has no tokens."""
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.asarray(tokens or self._tokenizer.encode(text).ids, np.int32)
 

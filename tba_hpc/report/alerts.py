@@ -583,7 +583,7 @@ def waiting_trainer(view: View) -> Alert | None:
 
 
 def _slow_partner(view: View) -> str:
-    """Return the first remedy for slow completions if an environment or program has a part in them."""
+    """Return the first remedy for slow completions if an environment or program takes part; else ""."""
     if view.config.task.name == "agent":
         return (
             "make the program start faster if searchers' processors are busy with it (an import of openai "

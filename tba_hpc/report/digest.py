@@ -149,7 +149,7 @@ class TrainerDigest:
             self.latest = {**self.latest, **record}
 
     def _save(self, revision: int) -> None:
-        """Keep the present counts as those of a checkpoint, unless its snapshot event did so before."""
+        """Keep the present counts for the checkpoint of this revision, unless that has some already."""
         if all(saved.revision != revision for saved in self.saved):
             self.saved = [*self.saved, self.merged.copy()][-CHECKPOINTS:]
 

@@ -256,6 +256,9 @@ def notified(run: RunDir, config: Config) -> Iterator[None]:
 
 
 def _wait_with_signals(parent: int) -> None:
-    """Block SIGTERM in this new process, until ``watch`` unblocks it, and request it for ``parent``'s end."""
+    """Make the kernel send SIGTERM to this new process when ``parent`` ends.
+
+    The signal is blocked until ``watch`` unblocks it.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     die_with(parent, signal.SIGTERM)

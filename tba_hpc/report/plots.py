@@ -102,7 +102,7 @@ def plots(data: RunData) -> list[Plot]:
 
 
 def _figures(data: RunData) -> list[Lines]:
-    """Return FIGURES, with a figure of the first NAMES named rewards in second place if there are several."""
+    """Return FIGURES. If the task names several rewards, a figure of the first NAMES of them comes second."""
     names = _reward_names(data)
     if not names:
         return [*FIGURES]

@@ -1,6 +1,6 @@
 """Says what a run is doing, from its files and Slurm's view of its job, and which command comes next.
 
-A caller can read the state once a second.
+Reading the state is cheap: ``tba status`` does it once a second.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class RunDir:
         ``history``. If a finished run gets more steps, its summary is moved there, too.
 
         Raises ConfigError if the config differs in any other key, unless the run has produced nothing; if the
-        directory holds something other than a run; and if it cannot be written.
+        directory holds something other than a run; or if it cannot be written.
         """
         run = cls.check(config)
         os.umask(0o077)

@@ -78,9 +78,9 @@ def read_events(run: RunDir) -> list[dict[str, Any]]:
 def resume_command(run: RunDir, events: Sequence[Mapping[str, Any]], *, job: str = "") -> str:
     """Return the command that resumes the run: ``tba run``, or its last ``tba submit`` or ``sbatch``.
 
-    If no event holds the command of a run with a job, a ``tba submit`` for the job's number of nodes is
-    returned, or for N if unknown. events: all of the run's, in order. job: id of the run's job, "" without
-    one; used only if there are no events.
+    If a run has a job, but no event holds its command, the result is a ``tba submit`` with the number of the
+    job's nodes, or the letter N if that is unknown. events: all of the run's, in order. job: id of the run's
+    job, or "" if it has none; used only if there are no events.
     """
     typed = [str(event["command"]) for event in events if "command" in event]
     if typed and (events[-1]["job"] or "command" in events[-1]):

@@ -208,4 +208,4 @@ FIELDS = {
     "fault": "what is wrong",
     "place, searchers": "the searcher takes the requests with id ≡ place (mod searchers)",
 }
-"""Fields of events."""
+"""Meanings of the fields that events have."""

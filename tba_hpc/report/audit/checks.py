@@ -148,7 +148,7 @@ def _merged_again(first: Merge, again: Merge) -> Violation:
 
 
 def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Violation]:
-    """Yield contradictions between the record of a merge and the shard's seal, its file, or the buffer."""
+    """Yield violations: a merge's record contradicts the shard's seal, its file, or the buffer."""
     sealed = evidence.seals.get(merge.key)
     file, brought = evidence.files.get(merge.key), (merge.trajectories, merge.tokens)
     if sealed and sealed[-1].trajectories != merge.trajectories:
@@ -201,7 +201,7 @@ def _times_taken(evidence: Evidence, sealed: RequestIds) -> Counter[int]:
 
 
 def _sealed_twice(evidence: Evidence, sealed: RequestIds, times: Counter[int]) -> Iterator[Violation]:
-    """Yield requests that are in several shards, and shards with too many completions per request."""
+    """Yield violations: requests that are in several shards, and shards with too many completions."""
     samples = evidence.config.generator.completions_per_prompt
     if doubled := sorted(request_id for request_id, found in times.items() if found > 1):
         shards = [
@@ -221,7 +221,7 @@ def _sealed_twice(evidence: Evidence, sealed: RequestIds, times: Counter[int]) -
 
 
 def _completed_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
-    """Yield requests that a checkpoint lists as done but were not merged by then, and the reverse."""
+    """Yield violations: requests listed as done by a checkpoint but not merged by then, or the reverse."""
     merges = evidence.history.until(checkpoint.state.revision)
     merged = set(chain.from_iterable(merge.request_ids for merge in merges))
     name = checkpoint.name
@@ -278,7 +278,7 @@ def _cut_short(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
-    """Yield counts of a checkpoint that differ from the sums over the merges up to its revision."""
+    """Yield violations: a checkpoint's counts that differ from the sums over merges up to its revision."""
     state, history = checkpoint.state, evidence.history
     merges, dropped = history.until(state.revision), history.dropped(state.revision)
     expected: dict[str, object] = {name: sum(getattr(merge, name) for merge in merges) for name in COUNTED}
@@ -293,7 +293,7 @@ def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violatio
 
 
 def _missing_shards(evidence: Evidence, oldest: Checkpoint) -> Iterator[Violation]:
-    """Yield missing shards that a resume from the oldest kept checkpoint would have to merge."""
+    """Yield violations: missing shards that a resume from the oldest kept checkpoint would merge."""
     cursors = oldest.state.cursors
     merged = {merge.key for merge in evidence.saved_merges if merge.key in evidence.sizes}
     for key in sorted(merged - set(evidence.files)):
