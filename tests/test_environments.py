@@ -204,7 +204,7 @@ def test_reset_gets_the_fields_it_takes_and_a_seed_of_the_prompt() -> None:
     row = {"secret": ["a", {"b": 1}]}
     contract("Guess").fields(row, 7)["secret"][1].clear()  # type: ignore[index]
     assert row == {"secret": ["a", {"b": 1}]}  # other episodes get it as it is
-    with pytest.raises(LackingError, match=r"reset\(\) takes 'coins', which it lacks: found prompt"):
+    with pytest.raises(LackingError, match=r"reset\(\) takes 'coins', which the row lacks: found prompt"):
         contract().reset_arguments.require({"prompt": "?"})
     with pytest.raises(LackingError, match="takes 'bad'"):
         contract("Seeded").reset_arguments.require({"prompt": "?"})
@@ -726,7 +726,7 @@ def test_a_question_may_be_a_whole_row(own: Path) -> None:
         == 3
     )
     with pytest.raises(
-        ConfigError, match=r"^the question .* takes 'coins', which it lacks: .* {\"prompt\": \"…\", \"coins\""
+        ConfigError, match=r"^the question .* takes 'coins', which the row lacks: .* {\"prompt\": \"…\", \"co"
     ):
         task.question("1+1?")
     with pytest.raises(ConfigError, match="the question cannot be used as a row: it lacks 'prompt'"):

@@ -199,7 +199,7 @@ def test_a_few_rows_without_a_field_of_a_function_are_left_out(
         if left:
             assert len(make(own, "own_rewards:size").prompts("train")) == left - 2  # held out
             assert "lines 1, 2: cannot be used (task.reward=own_rewards:size takes 'size', whi" in caplog.text
-    with pytest.raises(ConfigError, match=r"takes 'size', which it lacks.* and rewards: prompt, size \(3 "):
+    with pytest.raises(ConfigError, match=r"'size', which the row lacks.* and rewards: prompt, size \(3 "):
         make(own, "own_rewards:size").prompts("train")
 
 

@@ -6,8 +6,8 @@ A task is a class with the methods of ports.Task and this constructor:
 
 ``**options`` stands for a task's own keyword arguments, which receive the config's ``task.options``. An
 option's type is checked against the annotation. An argument named ``serve`` receives a ports.Serve, a
-function that starts another model for the task. An argument named ``reward`` receives the sections of
-``task.reward``, as config.RewardSection by name.
+function that starts another model for the task. An argument named ``reward`` receives ``task.reward``, a
+mapping from the name of each reward to its config.RewardSection.
 
 A classmethod ``resources(section)`` returns the models, hub data and files that a TaskSection names, as
 types.Resource. ``tba fetch`` downloads them, and ``tba submit`` checks that they exist. A task's module is
@@ -71,7 +71,7 @@ def make_task(
     """Make the task that ``config`` names, with its options and ``tokenizer``.
 
     serve: function that starts another model, for tasks that query one. room: largest number of tokens of a
-    prompt; None: no limit. Tasks that derive from ``Rows`` set a few longer prompts aside. Raises ConfigError
+    prompt; None: no limit. Only tasks that derive from ``Rows`` set longer prompts aside. Raises ConfigError
     for an unknown task, a class that is not a task, an unknown, ill-typed or missing option, a file that the
     task does not use, or a missing ``serve``. Missing or malformed data files are not noticed here, because
     they are read only when prompts are needed.

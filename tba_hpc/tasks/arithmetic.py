@@ -32,7 +32,7 @@ LOSSES = ("drops", "loses", "sells")
 START = (5, 30)
 CHANGE = (1, 9)
 STEPS = (2, 4)
-"""Fewest and most changes. START and CHANGE are ranges of the first number and of each change, inclusive."""
+"""Fewest and most changes of a problem. START is the range of the first number, CHANGE of each change."""
 
 LARGEST = 50
 """Largest total at any point of a problem. The smallest is 0."""
@@ -155,7 +155,7 @@ def _between(rng: np.random.Generator, ends: tuple[int, int]) -> int:
 
 
 def is_correct(text: str, target: str) -> bool:
-    """Return whether exactly the target follows the first ``####``, so that a second attempt is wrong."""
+    """Return whether the target, and nothing else, follows the first ``####``."""
     _, _, answer = text.partition("####")
     return answer.strip() == target
 

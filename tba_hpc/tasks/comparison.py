@@ -25,7 +25,7 @@ POINTS, DIGITS = 5, 40
 
 RELATIONS = ("=", "<", ">", r"\leq", r"\geq", r"\ne", r"\approx", r"\in", r"\equiv")
 TURNED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
-"""Inequality signs that replace others when the sides are exchanged."""
+"""Sign of an inequality whose sides have been exchanged, by its sign before."""
 
 GREEK = "alpha|beta|gamma|theta|phi|omega|lambda|mu|sigma|rho|delta"
 NAME = re.compile(
@@ -183,8 +183,8 @@ def _is_solved(sides: list[str]) -> bool:
 def _says(sides: list[str], signs: list[str], value: str) -> bool:
     """Return whether a relation states the value.
 
-    All sides of an equation must equal the value, except that the first side, or the last of two, may be a
-    name that does not occur in the value. An inequality is compared as an interval.
+    Every side of an equation must equal the value or name it, as x does in x = 3 (see ``_unnamed``). An
+    inequality is compared as an interval.
     """
     if set(signs) <= {"=", r"\equiv"}:
         return _all_are(_unnamed(sides, value), value)
@@ -203,7 +203,10 @@ def _all_are(sides: list[str], value: str) -> bool:
 
 
 def _unnamed(sides: list[str], value: str) -> list[str]:
-    """Remove the sides of an equation that only name the value: the first ones, or the last of two."""
+    """Remove sides of an equation that only name the value: all such sides at its start.
+
+    If exactly two sides then remain, the last of them may be a name, too.
+    """
     while len(sides) > 1 and _names(sides[0], value):
         sides = sides[1:]
     return sides[:1] if len(sides) == 2 and _names(sides[1], value) else sides
@@ -240,7 +243,7 @@ def _same_rounded(mine: list[str], theirs: list[str]) -> bool:
 
 
 def _near(text: str, decimal: str) -> bool:
-    """Return whether a value rounds to ``decimal``, or equals it if it is not a decimal number."""
+    """Return whether a value rounds to ``decimal``. If that is no decimal number, both must be equal."""
     number = re.fullmatch(r"-?\d*\.?(\d*)", decimal)
     if not number:
         return _same(text, decimal)
@@ -272,7 +275,10 @@ def _region(sides: list[str], signs: list[str]) -> str | None:
 
 
 def _same_condition(mine: list[str], sign: str, theirs: list[str], other: str) -> bool:
-    """Return whether one relation with two sides is a multiple of the other."""
+    """Return whether one relation with two sides is a multiple of the other.
+
+    mine, theirs: sides of the two relations. sign, other: their relation signs.
+    """
     import sympy
 
     left, right = (_value(sides[0]) - _value(sides[1]) for sides in (mine, theirs))

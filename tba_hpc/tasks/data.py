@@ -61,9 +61,9 @@ class Table(Generic[T]):
     _read: dict[Split, list[T]] = field(default_factory=dict, init=False)
 
     def rows(self, split: Split) -> Sequence[T]:
-        """Return the rows of a split. Logs a warning if held-out rows are also trained on.
+        """Return the rows of a split. Raises ConfigError if the data cannot be used.
 
-        Raises ConfigError if the data cannot be used.
+        Logs a warning if the split is held out and shares rows with training rows that were read before.
         """
         found = self._rows(split)
         if split != "train" and "train" in self._read:
@@ -213,7 +213,7 @@ def _file_rows(path: Path, key: str) -> Iterable[tuple[int, bytes]]:
 
 
 def _object(line: bytes) -> Mapping[str, object]:
-    """Parse the JSON object of a line. Raises Unusable if there is none, or if some rank could fail on it."""
+    """Parse the JSON object of a line. Raises Unusable if it is none, or one that a rank may fail on."""
     array = ": one row a line, not an array" if line.lstrip().startswith(b"[") else ""
     try:
         row = _DECODER.decode(line.decode("utf-8-sig"))

@@ -31,15 +31,15 @@ WORKER_BYTES = 8 << 30
 
 
 class Equivalence:
-    """Compares answers, one at a time, in a worker process that starts with the first of them."""
+    """Compares answers, one at a time, in a worker process that starts with the first comparison."""
 
     def __init__(self) -> None:
         self._pool: Pool | None = None
 
     def __call__(self, answer: str, target: str) -> bool:
-        r"""Return whether ``answer`` equals ``target``: LaTeX or plain text, without ``$`` or ``\boxed``.
+        r"""Return whether two answers, LaTeX or plain text without ``$`` or ``\boxed``, are equal.
 
-        Raises TimeoutError if no worker can be started.
+        An answer that takes too long to compare is wrong. Raises TimeoutError if no worker can be started.
         """
         pool = self._pool = self._pool or _start()
         try:

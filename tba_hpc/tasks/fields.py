@@ -48,16 +48,16 @@ class LackingError(Unusable):
     """
 
     def __init__(self, key: str, field: str, remedy: str) -> None:
-        super().__init__(f"{key} takes {field!r}, which it lacks: {remedy}")
+        super().__init__(f"{key} takes {field!r}, which the row lacks: {remedy}")
         self.key, self.field, self.remedy = key, field, remedy
 
 
 class FieldArguments:
     """Arguments of a user's function that are fields of a row.
 
-    key: config key of the function, with its name. given: names of arguments that it gets in any case. first:
-    name of its first argument, which is no field; empty if it has none. names: names of the others. needs:
-    names of the fields that every row must have.
+    key: config key of the function, with its name. given: names of arguments that need not be in the row,
+    because the caller has values for them. first: name of the function's first argument, which is no field;
+    empty if there is none. names: names of the other arguments. needs: fields that every row must have.
     """
 
     def __init__(self, key: str, function: Callable[..., Any], *, given: Sequence[str] = ()) -> None:
@@ -78,7 +78,7 @@ class FieldArguments:
                 raise LackingError(self._key, name, TRL_PASSES if name in OF_TRL else known)
 
     def of(self, row: Fields) -> dict[str, object]:
-        """Return copies of the fields that the function takes. It may change a list or an object."""
+        """Return the fields that the function takes, as copies, so that it cannot change the row."""
         return {name: deepcopy(row[name]) for name in row if self._takes_all or name in self.names}
 
 

@@ -167,7 +167,7 @@ class Jsonl(Rows[Fields]):
         return self.chat_tokenizer(self._tokenizer).encode_rendered(text)
 
     def given_messages(self, row: Fields) -> list[Any] | None:
-        """Return the prompt of a row if it is a list of messages; None if it is a text."""
+        """Return a row's list of messages; None if its prompt is a text, or if a template is set."""
         given = row.get("prompt")
         return given if isinstance(given, list) and self._template == PROMPT else None
 

@@ -135,7 +135,7 @@ class Judge:
                 elif said := self._without_number(answer):
                     log.warning(
                         "%s answered %s about an empty completion, without a number: unless it only declines "
-                        "empty ones, let it write one, as by the words of %s.prompt",
+                        "empty ones, ask for a number in %s.prompt",
                         *(what, said, self._key),
                     )
                 return
@@ -258,8 +258,9 @@ def _rating_of(choice: Mapping[str, Any]) -> float:
         return math.nan
     text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
     found = rating(answer_in(text))
-    is_quoted = math.isnan(found) and not text.lstrip().startswith("<think>")  # the tag, after the rating
-    return rating(text) if is_quoted else found
+    # A reply that does not begin with a thought may still mention </think>, after its rating.
+    is_mention = math.isnan(found) and not text.lstrip().startswith("<think>")
+    return rating(text) if is_mention else found
 
 
 def rating(text: str) -> float:

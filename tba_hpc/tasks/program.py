@@ -90,8 +90,8 @@ class Keeper:
     """Helper process that kills this process's programs, and their children, once this process has ended.
 
     It finds them by the TMPDIR in their environment, and removes their folders. The helper starts with the
-    first program. So does a thread that starts all programs: the kernel kills a program together with the
-    thread that started it, so this thread must live as long as the process.
+    first program. All programs are started by one thread that lives as long as the process, because the
+    kernel kills a program together with the thread that started it.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Program:
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
         """Run the program for each (row, completion), and return the numbers that it writes.
 
-        A program that was killed, also at its time limit, gives ``when_killed``, or NaN if that is not set.
+        A program that was killed, as at its time limit, gives ``when_killed``, or NaN if that is not set.
         Raises ProgramError if a program ends in another way without a number.
         """
         running = [self._pool.submit(self._run, {**row, "completion": text}) for row, text in answers]
@@ -158,7 +158,7 @@ class Ended(NamedTuple):
     """Result of a program that has ended.
 
     status: exit status. It is negative if the program was killed, or if its output reached LARGEST_FILE.
-    said: its output. last_error: last line of its error output, or that it wrote too much.
+    said: its output. last_error: last line of its error output, or a note that it wrote too much.
     """
 
     status: int
@@ -248,8 +248,8 @@ def find_word(key: str, word: str) -> str:
     """Resolve a word of a command: ``python`` to the run's Python, a file's relative path to an absolute one.
 
     Files are sought in the folders from which Python imports, first in the one with the user's code. Any
-    other word stays as it is. key: config key of the command, for errors. Raises ConfigError if no such
-    folder has a script that is named by a relative path ending in .py.
+    other word stays as it is. key: config key of the command, for errors. Raises ConfigError if ``word`` is
+    a relative path of a script (.py) that is in none of these folders.
     """
     if word == "python":
         return sys.executable

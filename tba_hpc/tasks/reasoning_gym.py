@@ -43,7 +43,7 @@ SAYS_NOTHING = "I do not know"
 """An answer without content. Its grade is what a generator's grader gives to any answer."""
 
 BY_HASH = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"})
-"""Generators whose problems depend on PYTHONHASHSEED, because they draw from sets of strings (0.1.25)."""
+"""Generators of version 0.1.25 that draw from sets of strings, and so depend on PYTHONHASHSEED."""
 
 TRIES = 20
 """Limit on the problems that a generator makes for a split, as a multiple of the split's size. Problems of

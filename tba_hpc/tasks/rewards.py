@@ -43,19 +43,19 @@ SEQUENCES = (str, list)
 """Types of fields that a function can mistake for a list with an item per completion."""
 
 NO_LISTS = (str, bytes, Mapping, Set)
-"""Types of answers that can be iterated, but not as a list with a number per completion."""
+"""Types that can be iterated, but that are no list with a number per completion."""
 
 ONE_ROW = (
     "the argument completions is a list of texts, and any other argument is the row's one value, not a list "
-    "with one for each"
+    "with a value for each text"
 )
 """Explanation for functions written for TRL, where the other arguments are lists."""
 
 OF_ANOTHER_SHAPE = (TypeError, LookupError, AttributeError)
-"""Exceptions of functions that take a text for messages, or a value for a list with one per completion."""
+"""Exceptions that suggest that a function expects messages, or a list of fields, as from TRL."""
 
 GIVE = "give a number for each completion"
-"""Remedy for functions that return something else."""
+"""Remedy for functions that return anything but a number for each completion."""
 
 ONE_GROUP = "if it raises during the run, that group is set aside, and ten such groups in a row end the run"
 """Explanation for functions that raise in the trial call, perhaps only because the text is empty."""
@@ -200,7 +200,7 @@ class Function:
         )
 
     def _fields(self, row: Fields) -> Fields:
-        """Return copies of the fields that the function takes, without one that its first argument hides."""
+        """Return copies of the fields that the function takes, but none with its first argument's name."""
         return {name: value for name, value in self.arguments.of(row).items() if name != self.arguments.first}
 
 
