@@ -76,7 +76,7 @@ class ProgramSession:
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
     _answer: Future[Body] = field(default_factory=Future)
     _arrived: threading.Event = field(default_factory=threading.Event)
-    _known: dict[int, tuple[Tools, list[Message]]] = field(default_factory=dict)  # so far, by sequence
+    _known: dict[int, tuple[Tools, list[Message]]] = field(default_factory=dict)  # of each sequence so far
     _key: str = field(default_factory=secrets.token_urlsafe)
     _over: str = ""
     _program: Confined | None = None
@@ -120,7 +120,7 @@ class ProgramSession:
 
         Returns the messages that the next request adds to ``sequence``, and False. If the program ends
         without another request, returns no messages, and True. Raises TimeoutError if neither happens in
-        time. count: the keyword arguments of ``completion``.
+        time. count: keyword arguments of ``protocol.completion``.
         """
         assert self.asked
         message, malformed = message_of(text, self.asked, self.calls)
@@ -169,7 +169,7 @@ class ProgramSession:
             self._answer.set_exception(RefusedError(self._over))
 
     def _next(self) -> list[Message]:
-        """Wait for the next request or the program's end; return the messages that the request adds.
+        """Wait for the next request or the program's end; return the messages that the request adds, or [].
 
         The request belongs to the sequence of which it repeats most messages. Kills the program and raises
         TimeoutError if neither happens in time.

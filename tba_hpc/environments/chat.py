@@ -160,7 +160,8 @@ class Chat:
     def bridge(self, turn: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
         """Return the bridge that follows a turn, with ``messages`` in it, int32 [T].
 
-        turn: int32 [T > 0]. If it ends with a special token, the bridge leaves out the template's.
+        turn: int32 [T > 0]. If the turn ends with a special token, the bridge does not repeat the token with
+        which the template ends the message.
         """
         answer: Message = {"role": "assistant", "content": ANSWERS[0]}
         rendered = self.render([QUESTION, answer, *messages])

@@ -161,7 +161,9 @@ def _arguments(text: str) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Session:
-    """One environment during an episode. Errors of tools are results; methods raise all other errors.
+    """One environment during an episode.
+
+    If a tool fails, the model sees the error as the tool's result. Methods raise all others.
 
     row, seed: what ``reset`` may take. calls, failed_calls: numbers of all tool calls and of failed ones so
     far.

@@ -58,7 +58,7 @@ class OpenGroup:
     """The group of a request while some of its episodes are open.
 
     completions: those of the ended episodes, by place in the group. versions: int32 [n, 2], the versions of
-    the weights that sampled the first and the last turn of each episode.
+    the weights that sampled the first and the last token of each episode.
     """
 
     request: Request
@@ -76,7 +76,7 @@ class OpenGroup:
 
 
 class Part(NamedTuple):
-    """Tokens that an episode got together: a turn, or what the environment gave.
+    """Tokens that were added to an episode at once: a sampled turn, or an environment's answer.
 
     sequence: index of the sequence to which they belong. tokens: int32 [T]. logprobs: float32 [T]. top:
     TOP_LOGPROBS [T, C].
@@ -303,7 +303,10 @@ class Conversations:
     def _close(
         self, episode: Episode, reward: float | None, finish: FinishReason = "stop", fault: str = ""
     ) -> None:
-        """Complete an episode, and its group if this was the last episode."""
+        """Complete an episode, and its group if this was the last open episode of the group.
+
+        reward: the environment's own, or None if it gives none. fault: reason why there is no reward, or "".
+        """
         group = episode.group
         if not fault and reward is not None and not math.isfinite(reward):
             fault = f"the {self.partner}'s reward is {reward}"
@@ -336,7 +339,7 @@ class Conversations:
         if not episode.parts:  # a completion needs at least one token
             end = np.array([self._chat.eos_token_id], np.int32)
             episode.add(end, np.zeros(1, np.float32))
-            episode.group.versions[episode.place] = self._loaded  # assigns it to the right evaluation
+            episode.group.versions[episode.place] = self._loaded  # evaluations are told apart by version
         self._close(episode, math.nan, fault=raised_at(error).removeprefix("raised "))
 
 

@@ -71,13 +71,13 @@ class ChatMessage(BaseModel):
 
     @property
     def plain(self) -> Message:
-        """The message as templates take it. The model's text is stripped, because some clients strip it."""
+        """The message as templates take it, with the model's text stripped, because some clients strip it."""
         own = {"content": self.content.strip()} if self.role == "assistant" else {}
         return self.model_dump(exclude_none=True) | own
 
 
 class ChatRequest(BaseModel):
-    """A program's request for a turn. All other parameters and values are refused."""
+    """A program's request for a turn. Parameters and values that are not listed here are refused."""
 
     model_config = ConfigDict(extra="forbid")
 

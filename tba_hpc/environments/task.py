@@ -71,7 +71,7 @@ class Conversational(Jsonl):
         """Raise Unusable if a row lacks a field that an episode needs."""
 
     def _checked(self, row: Fields) -> Fields:
-        """Return the row unchanged. Raises Unusable, or ConfigError if the chat template has no tools."""
+        """Return the row unchanged. Raises Unusable, or ConfigError if the template cannot show tools."""
         tools = row.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise Unusable("'tools' is not a list of schemas, each an object")
@@ -159,7 +159,7 @@ class Conversational(Jsonl):
 
     def _messages(self, row: Fields) -> list[Message]:
         """Return the messages with which a conversation begins."""
-        asked = not self._needed <= row.keys()  # for a user's question without the template's fields
+        asked = not self._needed <= row.keys()  # by a user, without the template's fields
         given: Any = row.get("prompt") if self._template == "{prompt}" or asked else None
         if isinstance(given, list):
             return list(given)

@@ -56,7 +56,7 @@ class Host:
             self._process.stdin.flush()
 
     def ask(self, id: int, **order: Any) -> Line:
-        """Begin a rollout, or answer its request; return its next request, or its result."""
+        """Send an order; return the rollout's next request, or its result. Raises ConfigError."""
         self.send(id, **order)
         while self._process.poll() is None or not self._answers[id].empty():
             with suppress(queue.Empty):
@@ -136,7 +136,8 @@ class Rollout:
         said = order["say"]["content"] if "say" in order else None
         if self._known[: len(known)] != known or said not in (None, added[0].get("content", said)):
             raise ValueError(
-                "the rollout rewrites the conversation, which cannot be trained on token by token"
+                "the rollout rewrites the conversation, but training needs one that only grows: use a "
+                "harness that only appends messages"
             )
         return added
 
