@@ -80,9 +80,9 @@ def cut(
     needed: number of nodes that each request needs. fit: nodes that satisfy each request. up: nodes in
     service. idle: nodes that a job can get at once.
 
-    A cut that lets both requests start at once is preferred. Otherwise cuts are ranked by the smaller of two
-    ratios, one per request: nodes in service on its side of the cut, divided by nodes that it needs. Of
-    equally good cuts, one that puts request 0 before the cut is chosen.
+    A cut that lets both requests start at once is preferred. Cuts that are equal in this are ranked by the
+    smaller of two ratios, one per request: nodes in service on its side of the cut, divided by nodes that it
+    needs. Of equally good cuts, one that puts request 0 before the cut is chosen.
     """
     best: tuple[tuple[float, ...], int, int] = ((), 0, 0)
     for first in (0, 1):

@@ -144,8 +144,8 @@ def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[s
     """Return the environment of ranks on this machine.
 
     memory: folder for MPI's files. base: variables that are passed on. They override the defaults set here,
-    such as OMP_NUM_THREADS=1, but not the choice of MPI's transports: modules make that for a cluster's
-    network and MPI.
+    such as OMP_NUM_THREADS=1. MPI's transports are an exception, since modules choose them for a cluster's
+    network.
     """
     ours = {
         **dict.fromkeys(FILES_OF_MPI, str(memory)),
@@ -161,7 +161,8 @@ def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[s
 def _user(home: str) -> dict[str, str]:
     """Return this user's name and home folder as environment variables; Open MPI and torch need them.
 
-    home: folder for a user whom the system does not list, as in containers; the name is then the number.
+    home: folder for a user whom the system does not list, as in containers, whose
+    name is then the user id.
     """
     try:
         found = pwd.getpwuid(os.getuid())
@@ -417,7 +418,7 @@ def launch(
 ) -> int:
     """Run all ranks until the run ends; return its exit status, one of ``Exit``, or 130 if it was killed.
 
-    If ranks fail, all are restarted, as long as each start takes more optimizer steps than the one before.
+    If ranks fail, all are restarted, as long as each start reaches a later optimizer step than all before.
     Only the main thread may call this. program: as for ``commands``. Raises LaunchError if the run cannot be
     started.
     """

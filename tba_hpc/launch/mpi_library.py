@@ -40,8 +40,8 @@ LOOK = (
     "import json, dataclasses; from tba_hpc.launch.mpi_library import describe; "
     "print(json.dumps(dataclasses.asdict(describe(MPI.Get_library_version()))))"
 )
-"""Python program that prints a Library as JSON, so that its caller need not load it. It does not start MPI,
-which some libraries refuse without a job."""
+"""Python program that prints a Library as JSON, so that its caller need not load MPI. The program does not
+start MPI, which some libraries refuse without a job."""
 
 NAME = re.compile(r"libmpi(ch|_(?!cxx)[a-z]+(_\d+)?)?\.so[.\d]*")
 """Pattern of the file names of MPI libraries. Those of Cray MPICH contain the compiler's name."""

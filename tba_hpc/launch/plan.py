@@ -32,7 +32,7 @@ NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 """Pattern of ``$NAME`` and ``${NAME}``. ``${NAME:-default}`` does not match, since NAME may be unset."""
 
 WALL_TIME, WALL_TIMES = r"^(\d+-)?\d+(:\d{2}){0,2}$", ["24:00:00", "1-0"]
-"""Pattern of Slurm's wall times, and examples: the same day in two forms."""
+"""Pattern of Slurm's wall times, and examples: one day, written in two ways."""
 
 REQUESTS = {"partition": "p", "time": "t", "qos": "q", "account": "A"}
 """Options of sbatch that are site keys, too, with their short forms."""
@@ -256,9 +256,9 @@ class Site(Section):
 def load_site(path: Path, options: Sequence[str] = (), **keys: object) -> Site:
     """Read a site file, or a shipped site by its name. ``keys`` override the values of the file.
 
-    options: further options of sbatch, which override both and are added to sbatch_options. Options in
-    REQUESTS, from there or here, become site keys, so that checks see what the job requests. Raises
-    ConfigError if the file is missing or a value is wrong.
+    options: further options of sbatch, which override the file and ``keys``. They are added to
+    sbatch_options. Those that REQUESTS names become site keys instead, also if they stand in sbatch_options,
+    so that checks see what the job requests. Raises ConfigError if the file is missing or a value is wrong.
     """
     tree = read_tree(path, "sites")
     try:
@@ -266,7 +266,7 @@ def load_site(path: Path, options: Sequence[str] = (), **keys: object) -> Site:
         given = site.sbatch_options
         changed = {**tree, **requested(given), **keys, **requested(options)}
         changed["sbatch_options"] = [*(option for option in given if not requested([option])), *options]
-        # As an option of sbatch does, they hold for both roles.
+        # Like any option of sbatch, these hold for both roles.
         both = dict.fromkeys(requested([*given, *options]).keys() & ComponentSite.model_fields.keys())
         for role in ("trainer", "searcher"):
             changed[role] = getattr(site, role).model_copy(update=both)
@@ -330,8 +330,8 @@ class Plan:
     """Nodes and ranks of a job.
 
     nodes: number of all nodes. why: a description of the split, for the user. first: role of component 0 of a
-    het job, whose nodes come first by name (``component_nodes.py``). remarks: sentences about GPUs or other
-    places for ranks that stay idle.
+    het job, whose nodes come first by name (``component_nodes.py``). remarks: sentences about
+    units (see ``_units``) that stay idle.
     """
 
     form: Form
@@ -376,10 +376,10 @@ def plan(
     """
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes} is too few: ask for at least 1")
-    slots, engine = _slots(config, site)
+    units, engine = _units(config, site)
     alone = trainer_nodes == nodes and config.launch.elastic > 0
     if nodes == 1 and not alone:
-        return _within_a_node(config, site, trainer_nodes, slots, engine)
+        return _within_a_node(config, site, trainer_nodes, units, engine)
     how = "one node in four, as in the paper" if trainer_nodes is None else "as asked"
     train = max(1, nodes // 4) if trainer_nodes is None else trainer_nodes
     if not (1 <= train < nodes or alone):
@@ -387,14 +387,14 @@ def plan(
             f"--trainer-nodes {train} of --nodes {nodes} leaves no node for one of the roles: "
             f"use 1 to {nodes - 1}, or train on all nodes and let elastic searchers join (launch.elastic)"
         )
-    trainer = _trainers(config, site, train, slots)
-    engines, search = slots // engine, nodes - train
+    trainer = _trainers(config, site, train, units)
+    engines, search = units // engine, nodes - train
     searcher = replace(trainer, role="searcher", nodes=0, ranks=0, ranks_per_node=0)
     others = f"{count(config.launch.elastic, 'slot')} for elastic searchers"
     if search:
         searcher = _component("searcher", site, search, search * engines, engines)
         others = f"{count(search, 'node')} to search"
-    places, prompts = train * slots, config.train.prompts_per_step
+    most, prompts = train * units, config.train.prompts_per_step
     return _explained(
         Plan(
             form="het" if site.hetjob and search and not homogeneous else "homogeneous",
@@ -404,43 +404,43 @@ def plan(
             why=f"{count(train, 'node')} to train ({how}) and {others}",
         ),
         site,
-        idle=places - trainer.ranks,
+        idle=most - trainer.ranks,
         because=f"the trainer ranks must divide train.prompts_per_step={prompts}: --set "
-        f"train.prompts_per_step={-(-prompts // places) * places} leaves none idle",
+        f"train.prompts_per_step={-(-prompts // most) * most} leaves none idle",
     )
 
 
-def _trainers(config: Config, site: Site, nodes: int, slots: int) -> Component:
+def _trainers(config: Config, site: Site, nodes: int, units: int) -> Component:
     """Return the trainers' component, with as many ranks as can share the prompts of a step equally.
 
-    Raises ConfigError if these are fewer than the nodes. slots: places for ranks on a node.
+    Raises ConfigError if these are fewer than the nodes. units: those of a node, as ``_units`` returns them.
     """
-    ranks = _divisor(config, nodes * slots)
+    ranks = _divisor(config, nodes * units)
     if ranks < nodes:
         raise ConfigError(
             f"train.prompts_per_step={config.train.prompts_per_step} can be split over at most "
             f"{count(ranks, 'rank')}, fewer than the {nodes} trainer nodes: use --trainer-nodes {ranks}, or "
             f"a multiple of {nodes} for train.prompts_per_step"
         )
-    return _component("trainer", site, nodes, ranks, slots)
+    return _component("trainer", site, nodes, ranks, units)
 
 
-def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, slots: int, engine: int) -> Plan:
+def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, units: int, engine: int) -> Plan:
     """Split a single node between both roles; one GPU in four trains.
 
-    slots: places for ranks on the node; engine: those that an engine takes. Raises ConfigError if the node is
-    too small or ``trainer_nodes`` is not None.
+    units, engine: as ``_units`` returns them. Raises ConfigError if the node is too small or
+    ``trainer_nodes`` is not None.
     """
     if trainer_nodes is not None:
         raise ConfigError(
             f"--trainer-nodes {trainer_nodes} does not go with --nodes 1, where both roles share the node: "
             "remove the option"
         )
-    ranks = _divisor(config, max(1, slots // 4))
-    searchers = (slots - ranks) // engine
+    ranks = _divisor(config, max(1, units // 4))
+    searchers = (units - ranks) // engine
     if searchers < 1:
         raise ConfigError(
-            f"one node has room for {count(slots, _unit(site))}, too few for a trainer and an engine of "
+            f"one node has room for {count(units, _unit(site))}, too few for a trainer and an engine of "
             f"generator.tensor_parallel={engine}: use --nodes 2"
         )
     split = Plan(
@@ -451,11 +451,14 @@ def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, slots:
         why="one node for both roles",
     )
     because = f"an engine takes {engine}: generator.tensor_parallel=1 leaves none idle"
-    return _explained(split, site, idle=slots - ranks - searchers * engine, because=because)
+    return _explained(split, site, idle=units - ranks - searchers * engine, because=because)
 
 
 def _explained(split: Plan, site: Site, *, idle: int, because: str) -> Plan:
-    """Add to a plan's description: its ranks, ``idle`` places and why, and requests that are ignored."""
+    """Add to a plan's description: its ranks, idle GPUs or ranks, and requests that are ignored.
+
+    idle: number of units (see ``_units``) that stay idle. because: the reason.
+    """
     words = [f"{split.why}: {count(split.trainer.ranks, 'trainer rank')}"]
     words[0] += f", {count(split.searcher.ranks, 'searcher')}" if split.searcher.ranks else ""
     remarks = [f"{count(idle, _unit(site))} {'stays' if idle == 1 else 'stay'} idle, since {because}"]
@@ -466,10 +469,10 @@ def _explained(split: Plan, site: Site, *, idle: int, because: str) -> Plan:
     return replace(split, why="; ".join(words), remarks=tuple(remarks) if idle else ())
 
 
-def _slots(config: Config, site: Site) -> tuple[int, int]:
-    """Return the number of places for ranks on a node, and how many of them an engine takes.
+def _units(config: Config, site: Site) -> tuple[int, int]:
+    """Return the number of units of a node, and the number that an engine takes.
 
-    A place is a GPU, or a rank on a cluster without GPUs. Raises ConfigError if an engine does not fit.
+    A unit is a GPU, or a rank on a cluster without GPUs. Raises ConfigError if an engine does not fit.
     """
     engine, gpus = config.generator.tensor_parallel, site.gpus_per_node
     if gpus == 0:
@@ -510,5 +513,5 @@ def _unit(site: Site) -> str:
 
 def searchers_of_a_node(config: Config, site: Site) -> Component:
     """Return a component of one node with as many searchers as fit. Raises ConfigError if none fits."""
-    slots, engine = _slots(config, site)
-    return _component("searcher", site, 1, slots // engine, slots // engine)
+    units, engine = _units(config, site)
+    return _component("searcher", site, 1, units // engine, units // engine)

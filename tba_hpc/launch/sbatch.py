@@ -256,7 +256,7 @@ def _surroundings(job: Job, plan: Plan, site: Site) -> str:
 
 
 def _needs(key: str, site: Site) -> list[str]:
-    """Return the line that ends the job if a variable in the value of a site key is unset, or none."""
+    """Return a line that ends the job if a variable in a site key's value is unset; [] for no variable."""
     names = site.variables.get(key)
     return [f"needs {key} {' '.join(names)}"] if names else []
 
@@ -271,7 +271,7 @@ def _tba(job: Job, site: Site) -> str:
 
 
 def _step_memory(site: Site) -> str:
-    # A step on a lost node keeps its memory allocated. With --mem=0 the next step does not wait for that.
+    # A step on a lost node keeps its memory allocated. With --mem=0 the next step does not wait for it.
     return " --mem=0" if any(map(site.memory_option, (site.trainer, site.searcher))) else ""
 
 

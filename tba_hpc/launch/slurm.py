@@ -46,8 +46,9 @@ LIMITS = ("accounting/qos policy", "maxsubmit", "maxjobs")
 """Words in Slurm's error message for a limit on a user's jobs, which those in the queue may have reached."""
 
 UNAVAILABLE = "node configuration"
-"""Words of ``sbatch --test-only`` if no nodes have what a job requests. It ignores nodes that are down or
-drained, although sbatch accepts a job that waits for them."""
+"""Words in the output of ``sbatch --test-only`` if no nodes have what a job requests.
+
+The command ignores nodes that are down or drained, although sbatch accepts a job that waits for them."""
 
 NEVER = (
     UNAVAILABLE,

@@ -79,9 +79,10 @@ def cancel(run: RunDir) -> str:
 
 
 def await_end(run: RunDir, *, seconds: float) -> str:
-    """Wait until nothing is at work on the run; return a sentence on how it ended, "" if nothing was.
+    """Wait until nothing is at work on the run; return a sentence on how the run ended.
 
-    Raises LaunchError with the name of the process or job that is still at work after ``seconds``.
+    Returns "" if nothing was at work. Raises LaunchError with the name of the process or job that is still at
+    work after ``seconds``.
     """
     end, pause, waited = time.monotonic() + seconds, STOP_CHECK_SECONDS, False
     while who := at_work(run):
@@ -117,7 +118,7 @@ def at_work(run: RunDir) -> Owner | ActiveJob | None:
     if components and components[0]["state"] == NO_ANSWER and (owner or not run.finished):
         raise LaunchError(
             f"job {components[0]['job']} may be at work on {run.path}, and squeue does not answer here: type "
-            "the same on its cluster, or if this is it, in a minute"
+            "the same on the job's cluster, or try again in a minute if this is it"
         )
     return active(components)
 

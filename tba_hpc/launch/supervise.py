@@ -32,12 +32,12 @@ LONG_SECONDS = 300
 """Seconds that searchers must have run for their failure to count as the first in a row."""
 
 NEAR_END_SECONDS = 120
-"""A job stopped with less than this left, s, plus the time for a checkpoint, had too short a time limit.
-One stopped earlier was preempted. Slurm may ask up to 60 s earlier than it should."""
+"""Time before the end of a job, besides the time for a checkpoint, s. A job that is asked to stop within it
+had too short a time limit. A job that is asked earlier was preempted. Slurm may ask up to 60 s early."""
 
 SCRIPT_SECONDS = 270
-"""Time for a checkpoint in the scripts in slurm/, s: they are asked to stop 300 s before the end, whatever
-their site says, and 30 s are for the requeue."""
+"""Time for a checkpoint in the scripts in slurm/, s. Whatever the site says, these are asked to stop 300 s
+before the end, and 30 s of that are for the requeue."""
 
 TOO_SLOW = (
     "see the job's log, give it more time (--time, site key time) or, if its nodes were rejected, other "
@@ -46,11 +46,11 @@ TOO_SLOW = (
 """Remedy for several allocations in a row that sealed nothing."""
 
 TOO_EARLY = (
-    "the last was asked to stop before it could seal anything, because its time limit, less the time before "
-    "the end at which Slurm asks, leaves too little: raise the limit (--time, site key time), or lower that "
-    "time (site key signal_seconds; in a script by hand also #SBATCH --signal=B:USR1@SECONDS)"
+    "the last was asked to stop before it could seal anything, because its time limit is hardly longer than "
+    "Slurm's notice before the end: raise the limit (--time, site key time), or shorten the notice (site key "
+    "signal_seconds; in a script by hand also #SBATCH --signal=B:USR1@SECONDS)"
 )
-"""Remedy for them if the last one was asked to stop near its end."""
+"""Remedy for such allocations if the last one was asked to stop near its end."""
 
 READ: dict[str, Callable[[str], object]] = {
     "int": int,
@@ -141,7 +141,7 @@ class JobState:
 
     @property
     def finished(self) -> bool:
-        """Return whether the run is finished."""
+        """True if the run is finished."""
         return "finished" in listing(self.run)
 
     def mark(self, name: str) -> Path:
@@ -201,8 +201,9 @@ def _caches(job: JobState) -> str:
 def start(job: JobState) -> str:
     """Place the ranks on the nodes that answer, and begin an attempt.
 
-    Returns ``go`` with the numbers of nodes and searchers and the name of the attempt, ``look`` if nodes have
-    failed their first check, or ``queue`` if the nodes are unusable.
+    Returns ``go`` with the numbers of nodes and searchers and the name of the attempt, or ``look`` if nodes
+    have failed their first check. Returns ``queue`` if the nodes are unusable, or ``exit`` if a node does not
+    see the run directory at the first start.
     """
     blind = [answer[1:] for answer in job.answers if answer[0] == "!"]
     if blind and not job.mark("start").exists():  # after a start, the folder is right and the node at fault
@@ -250,7 +251,7 @@ def _het(job: JobState, missing: Sequence[str]) -> str:
 def _homogeneous(job: JobState, missing: Sequence[str]) -> str:
     """Start the ranks of one allocation: its first nodes train, and all others that answer search.
 
-    Without searchers, all nodes must answer, since all of them train.
+    Without searchers, all nodes must answer, since all of them train. Returns ``queue`` if too few answer.
     """
     there = [host for host in job.hosts if host not in missing]
     if job.searchers_per_node == 0:
@@ -292,8 +293,8 @@ def ended(job: JobState) -> str:
     """Decide what follows after the ranks have ended with status ``code``.
 
     Returns ``exit`` if the run is finished, if only the user can solve the problem, or after too many
-    failures in a row. Returns ``queue`` if the job was asked to stop or Slurm is ending it. Otherwise returns
-    ``again`` with the number of failures in a row.
+    failures in a row. Returns ``queue`` if the ranks have stopped without a failure, if the job was asked to
+    stop, or if Slurm is ending it. Otherwise returns ``again`` with the number of failures in a row.
     """
     if job.finished:
         job.log("finished")
@@ -302,9 +303,9 @@ def ended(job: JobState) -> str:
     logs = job.run / "logs/latest"
     listing(logs)
     sentence = refusal(logs)
-    # The ranks of a job that was asked to stop have not failed in two cases. saved: they were killed after
-    # their checkpoint was complete. unheard: they ended before they listened to signals, and did not hang.
-    # The leader writes AT_WORK_FILE later, once all ranks have joined.
+    # After a request to stop, ranks have not failed in two cases. saved: they were killed after their
+    # checkpoint was complete. unheard: they did not hang, and ended before they listened to signals; the
+    # leader writes AT_WORK_FILE after that.
     saved = _newer(job.run / "checkpoints", "COMPLETE", job.mark("asked"))
     unheard = job.code != 128 + signal.SIGKILL and not sentence and not (logs / AT_WORK_FILE).exists()
     if job.code == 0 or (job.stop and (saved or unheard)):
@@ -418,7 +419,8 @@ def join(job: JobState) -> str:
     """Decide whether a job of elastic searchers starts them on its node.
 
     ``answers`` names the node if it fails the health check. Returns ``go`` with the name of the folder of
-    caches. Returns ``queue`` if the node is unfit, or ``exit`` after too many unfit nodes in a row.
+    caches. Returns ``queue`` if the node is unfit or the job was asked to stop, or ``exit`` if the run is
+    finished or after too many unfit nodes in a row.
     """
     if job.finished:
         say("the run is finished: there is nothing to search for")
