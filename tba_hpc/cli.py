@@ -446,7 +446,7 @@ def doctor(
 ) -> None:
     """Check this cluster or machine; exit 1 if a run would fail."""
     from tba_hpc.checks import doctor as doctor_checks
-    from tba_hpc.checks.facts import Facts, job_environment, judge
+    from tba_hpc.checks.facts import Facts, job_environment, run_checks
     from tba_hpc.checks.lists import DOCTOR
     from tba_hpc.launch.plan import load_site
 
@@ -465,7 +465,7 @@ def doctor(
         facts = Facts(config=settings, fetched_by=shlex.join(fetch), beside=beside)
         if cluster:
             facts = replace(facts, site=cluster, environment=job_environment(cluster))
-        findings += judge(DOCTOR, facts)
+        findings += run_checks(DOCTOR, facts)
     doctor_checks.print_findings(findings, as_json=as_json)
     raise typer.Exit(int(any(finding.level == "problem" for finding in findings)))
 

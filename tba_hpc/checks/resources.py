@@ -36,8 +36,8 @@ def resources(config: Config, *, of_custom_task: bool = True) -> list[Resource]:
     ]
 
 
-def is_here(resource: Resource) -> bool:
-    """Return whether a resource is a path on this machine, rather than a name on the hub."""
+def is_path(resource: Resource) -> bool:
+    """Return whether a resource is a path, which need not exist, rather than a name on the hub."""
     return resource.kind == "file" or is_local(resource.name) or Path(resource.name).is_dir()
 
 
@@ -56,7 +56,7 @@ def place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
 
 
 def missing(config: Config, environment: Mapping[str, str], *, of_custom_task: bool = True) -> list[Resource]:
-    """Return the hub's resources that a config names, but that the ranks could not load.
+    """Return the resources on the hub that a config names, but that its ranks could not load.
 
     If ``environment`` forbids access to the hub, these are the resources that the cache lacks. Otherwise, or
     if only the nodes know the path of the cache, the list is empty. of_custom_task: as for ``resources``.
@@ -64,7 +64,7 @@ def missing(config: Config, environment: Mapping[str, str], *, of_custom_task: b
     if not is_offline(environment) or "$" in str(hub_cache(environment)):
         return []
     wanted = resources(config, of_custom_task=of_custom_task)
-    return [one for one in wanted if not is_here(one) and place(one, environment) is None]
+    return [one for one in wanted if not is_path(one) and place(one, environment) is None]
 
 
 def missing_sentence(absent: Iterable[Resource], environment: Mapping[str, str]) -> str:

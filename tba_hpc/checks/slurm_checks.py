@@ -59,7 +59,7 @@ def check_gpu_request(facts: Facts) -> Iterator[Finding]:
 
 
 def check_options(facts: Facts) -> Iterator[Finding]:
-    """Check that sbatch_options leave the options alone by which the job is found, stopped and requeued."""
+    """Check that sbatch_options replace no option by which tba finds, stops or requeues the job."""
     for option in facts.site.sbatch_options:
         if OURS.match(option):
             found = (
@@ -79,7 +79,7 @@ def check_cluster(facts: Facts) -> Iterator[Finding]:
 
 
 def check_variables(facts: Facts) -> Iterator[Finding]:
-    """Check that variables in the values of site keys are set here. The nodes may have others."""
+    """Warn about unset variables in the values of site keys. The nodes may have other variables."""
     for key, names in facts.site.variables.items():
         for name in names:
             if name not in os.environ and not name.startswith("SLURM_"):
@@ -115,8 +115,8 @@ def check_requeue(facts: Facts) -> Iterator[Finding]:
         yield warning(
             "requeue",
             "JobRequeue=0: only jobs submitted with --requeue may requeue, and some sites forbid this option",
-            "tba uses it; if 'scontrol show job' still says Requeue=0, set requeue: false in the site file "
-            "and submit again after each stop",
+            "tba uses this option; if 'scontrol show job' still says Requeue=0, set requeue: false in the "
+            "site file and submit again after each stop",
         )
     else:
         yield ok("requeue", "allowed")

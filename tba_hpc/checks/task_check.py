@@ -53,7 +53,7 @@ def check(config: Config, *, try_rewards: bool = False) -> None:
     if isinstance(config.train.objective, OwnObjective) and find_spec("torch"):  # its module may import torch
         find_function(f"train.objective={config.train.objective.name}", config.train.objective.name)
     _require_programs(config, here=try_rewards)
-    tokenizer = _tokenizer(config)  # may take long, after which the check is given up
+    tokenizer = _tokenizer(config)  # may take so long that the check is given up
     if tokenizer is None:
         return
     if is_chat(config) and getattr(tokenizer, "has_chat", False):

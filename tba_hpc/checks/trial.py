@@ -1,4 +1,4 @@
-"""Trial job of ``tba doctor --launch``: do its ranks form one MPI world, and what do their nodes lack?
+"""Trial job of ``tba doctor --launch``: finds whether its ranks form one MPI world, and what nodes lack.
 
 Its batch script is like that of a run, but each of its ranks runs ``tba trial-rank`` (``rank.py``).
 """

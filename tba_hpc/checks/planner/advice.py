@@ -21,7 +21,7 @@ Choices = Iterable[tuple[object, str]]
 
 
 def advice(config: Config, found: Estimate) -> Iterator[str]:
-    """Yield a sentence of suggestions for each lack: of a trainer, of a searcher, of an engine's KV cache."""
+    """Yield suggestions, a sentence for each: trainers or searchers lack memory, a KV cache is too small."""
     short = {rank for device in found.devices if device.lacks == "memory" for rank in device.ranks}
     if TRAINER in short:
         yield from _sentence("a trainer takes less with", _smaller_trainer(config, found))

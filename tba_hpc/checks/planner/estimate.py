@@ -159,7 +159,7 @@ def _device(ranks: tuple[str, ...], number: int, items: dict[str, Items], gpu: G
 def _engine_problem(
     cache: float, others: float, gpu: Gpu, work: Workload, *, shared: bool
 ) -> tuple[Lack, str]:
-    """Return what an engine lacks, and why it does not start in spite of enough memory; "" for nothing.
+    """Return what an engine lacks, and why it cannot start on a GPU with enough memory; ("", "") if it can.
 
     cache: bytes of its KV cache. others: bytes that all but the engine need on the GPU. shared: whether other
     ranks are on the GPU.

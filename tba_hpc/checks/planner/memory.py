@@ -35,7 +35,7 @@ BUCKET, LIVE = 128 << 20, 10**9
 weights that ZeRO-3 keeps gathered at the same time (DeepSpeed's default)."""
 
 BATCHED_TOKENS, LARGE_GPU = 8192, 70
-"""Maximum number of tokens in a step of an engine (vLLM's default), and GPU memory in GiB from which it is
+"""Maximum number of tokens in a step of an engine (vLLM's default). On GPUs with LARGE_GPU GiB or more it is
 twice as large."""
 
 KV_CACHE = "engine: KV cache"
