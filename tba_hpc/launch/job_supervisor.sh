@@ -48,8 +48,8 @@ in the site file, or write out what it stands for"
     done
 }
 
-# load_modules NAME…: load environment modules, or end the job if that fails. Some modules are loaded although the
-# command's status is not 0, because a command of theirs has failed.
+# load_modules NAME…: load environment modules, or end the job if one of them is not loaded. The status of
+# `module load` does not show that: it is not 0, either, if a command of a module has failed.
 load_modules() {
     module load "$@" && return       # before any `local`, which would hide variables that modules set
     local name loaded=yes
@@ -400,7 +400,7 @@ probe() {
 
 joined() { (IFS=,; echo "$*"); }
 
-# Print the names that CHECK has printed, and nothing else that the shells of a site print.
+# Filter the output of CHECK: keep the names, and drop whatever else the shells of a site print.
 checked() { sed -n 's/^checked //p'; }
 
 SICK=()              # nodes that failed the last check before a start
