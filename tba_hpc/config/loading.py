@@ -79,7 +79,7 @@ def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def may_change(key: str) -> bool:
-    """Return whether a resume may change a dotted key and everything below it; see ``MayChange``."""
+    """Return whether a resume may change the value of a dotted key; see ``MayChange``."""
     model: type[BaseModel] | None = Config
     for name in key.split("."):
         field = model.model_fields.get(name) if model else None
@@ -103,7 +103,7 @@ CHOICES = frozenset(
     for key, field in getattr(section.annotation, "model_fields", {}).items()
     if choices(field.annotation)
 )
-"""Names of keys, without their section, that hold variants (``config.variants``)."""
+"""Names of keys whose values are variants (``config.variants``), without their sections."""
 
 
 def _refuse_switches(tree: dict[str, Any], config: Config) -> None:
@@ -166,7 +166,7 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
     if problem["type"].startswith("union_tag"):
-        assert section is not None, "the union is a field of it"
+        assert section is not None, "a union is always a field of a section"
         valid = list(choices(section.model_fields[names[-1]].annotation))
         names_of = ", ".join(valid).replace(OWN, f"{OWN} of your own (docs/own-task.md)")
         given = problem["input"].get("name") if isinstance(problem["input"], dict) else problem["input"]
@@ -185,7 +185,7 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
 
 
 def _meant(given: str, valid: Sequence[str]) -> str:
-    """Return the end of an error about an unknown variant: what may be meant by it; empty if unknown."""
+    """Return the end of an error about an unknown variant: what may be meant, or "" if that is unclear."""
     close = difflib.get_close_matches(given, valid, n=1)
     if not close and given in OBJECTIVES_ELSEWHERE:
         return f": {OBJECTIVES_ELSEWHERE[given]}"
@@ -209,9 +209,9 @@ def _form(field: FieldInfo | None) -> str:
 def _place(
     location: tuple[int | str, ...], model: type[BaseModel]
 ) -> tuple[list[str], type[BaseModel] | None]:
-    """Return the names that make up the key at a location of a pydantic error, and the key's section.
+    """Return the names that make up the key at ``location``, and the section that holds the key.
 
-    Tags of variants, which pydantic puts into locations, are left out.
+    location: of a pydantic error. It also contains the tags of variants, which are left out.
     """
     names: list[str] = []
     holder: type[BaseModel] | None = model

@@ -56,7 +56,7 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
 
 
 def _decimal(loader: _Loader, node: yaml.ScalarNode) -> int | float:
-    """Read a number as YAML 1.1 does. Raises AmbiguousNumber if that means base 8 or 60."""
+    """Read a number as YAML 1.1 does. Raises AmbiguousNumber for a number in base 8 or 60."""
     read = loader.construct_yaml_int if node.tag.endswith("int") else loader.construct_yaml_float
     number: int | float = read(node)
     if _OTHER_BASE.match(node.value):

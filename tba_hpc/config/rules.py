@@ -75,7 +75,7 @@ DEEPSPEED_SETTINGS = (
 """Top-level settings that train.deepspeed may contain. DeepSpeed would silently ignore any other."""
 
 UNTEMPERED = ((0, 1.0),)
-"""Schedule of a temperature that is always 1."""
+"""Schedule of a temperature that is 1 at every step."""
 
 
 def check(config: Config) -> None:
@@ -125,7 +125,7 @@ def _of_sampling(config: Config) -> Iterator[str]:
 
 
 def _of_score_centering(config: Config) -> Iterator[str]:
-    """Yield a sentence for each setting with which samples would not have the recorded log-probabilities."""
+    """Yield a sentence for each key that makes samples differ from the recorded log-probabilities."""
     generator, own = config.generator, config.model.logprob_temperature
     if not config.train.score_centering:
         return

@@ -143,8 +143,8 @@ class RewardSection(Section):
     OpenAI-style chat endpoint, such as http://host:8000/v1/chat/completions."""
     program: tuple[str, ...] | None = Field(None, min_length=1)
     """Command that is run once per completion, without a shell. The word ``python`` stands for the run's
-    interpreter. Relative paths are looked up like modules. Its time and memory are limited, but not what
-    files and network it may use (docs/own-task.md)."""
+    interpreter. Relative paths are looked up like modules. Its time and memory are limited, but its access
+    to files and the network is not (docs/own-task.md)."""
     weight: float = 1.0
     """Weight of this reward in the sum of rewards."""
     model: str | None = None
@@ -271,11 +271,11 @@ class BufferSection(Section):
     """Rule by which completions of a prompt count as duplicates; the buffer keeps only one of them. If unset:
     none in on-policy runs, else equal."""
     replay_limit: Count | None = None
-    """Number of steps that may learn from a trajectory before it is evicted, together with others of its
-    prompt that are then too few for a group; null: no limit. The trainer waits while too few prompts remain
-    for a step. With exchange.max_staleness this key makes the buffer a queue: completions of the oldest
-    weights are used first, most_on_policy is ignored, and a step waits for unfinished completions that would
-    otherwise become too stale."""
+    """Number of steps that may learn from a trajectory before it is evicted; null: no limit. If too few
+    trajectories of its prompt remain for a group, these are evicted, too. The trainer waits while too few
+    prompts remain for a step. With exchange.max_staleness this key makes the buffer a queue: a step uses the
+    completions of the oldest weights, and waits for unfinished ones that would otherwise become too stale. A
+    queue ignores most_on_policy."""
 
     @property
     def deduplicate(self) -> bool:
@@ -392,7 +392,7 @@ class TrainSection(Section):
     beta: Schedule = Field(0.1, validate_default=True)
     """β of the target policy π* ∝ π_ref·exp(r/β): a number, or a schedule of values by step such as
     {0: 1.0, 128: 0.05}, linear between them and constant after the last. With grpo and rloo it weighs a KL
-    term, which 0 leaves out; then set reference to behaviour, so that no model of the reference is loaded."""
+    term, and 0 leaves this term out. Then set reference to behaviour, so that no second model is loaded."""
     target_temperature: Schedule = Field(1.0, validate_default=True)
     """T in the target policy π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T), where γ is reference_temperature and β is
     beta. A higher T makes π* flatter. A number or a schedule, as for beta."""
@@ -486,8 +486,8 @@ class CheckpointSection(Section):
 class EvaluateSection(Section):
     every: MayChange[Count] = 50
     """Minimum number of optimizer steps between evaluations on the validation split. An evaluation scores
-    the next weights that are published. One that is due while another runs waits for it; if several are,
-    some of them are left out."""
+    the next weights that are published. If one falls due while another runs, it waits for the other's end. If
+    several fall due, some of them are left out."""
     validation_prompts: MayChange[int] = Field(128, ge=0)
     """Number of prompts of the validation split that are evaluated; 0: none."""
     test_prompts: MayChange[Count | None] = None
@@ -512,8 +512,8 @@ class TrackSection(Section):
 
 
 FIRST_ELASTIC = 5000
-"""Number of the first elastic searcher. Searchers that start with the run have lower numbers, from 0. So the
-numbers of elastic searchers stay the same if launch.searchers changes."""
+"""Number of the first elastic searcher. Searchers that start with the run have lower numbers, from 0. The gap
+keeps the numbers of elastic searchers the same if launch.searchers changes."""
 
 Ranks = Annotated[int, Field(ge=0, lt=FIRST_ELASTIC)]
 
@@ -550,7 +550,7 @@ class LaunchSection(Section):
 
     @property
     def stack_seconds(self) -> float:
-        """Longest time between a loop's checks for a stop, s; after it, the rank writes its stack traces.
+        """Longest time between a loop's checks for a stop, s. A rank that takes longer writes its stacks.
 
         It is shorter than the time after which other ranks give up on that rank.
         """

@@ -54,7 +54,7 @@ class ObjectiveSection(Section):
     own_samples: whether completions must be samples of the policy whose log-probabilities are recorded.
     takes_bound: whether train.ratio_bound may be set, because the loss itself does not limit stale data.
     tapered: whether train.ratio_bound is taper by default. weighs_kl: whether the loss has a KL term to the
-    reference. kl_optional: whether β only weighs that term, so that 0 leaves it out. normaliser:
+    reference. kl_optional: whether β only weighs this term, so that β = 0 leaves the term out. normaliser:
     train.loss_normaliser of the loss as published.
     """
 
