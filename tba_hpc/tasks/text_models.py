@@ -191,9 +191,9 @@ class Classifier(TextModel):
     def _read(self, inputs: BatchEncoding) -> Tensor:
         config = self._model.config
         several = config.problem_type == "multi_label_classification"  # labels are independent
-        logits_NC = self._model(**inputs).logits.float()
-        logprob_NC = functional.logsigmoid(logits_NC) if several else logits_NC.log_softmax(1)
-        return logprob_NC[:, config.label2id[self._label]]
+        logits = self._model(**inputs).logits.float()  # [N, labels]
+        logprobs = functional.logsigmoid(logits) if several else logits.log_softmax(1)
+        return logprobs[:, config.label2id[self._label]]
 
 
 VERDICTS = ("unsafe", "safe")
