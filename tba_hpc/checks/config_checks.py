@@ -142,10 +142,10 @@ def check_rate(facts: Facts) -> Iterator[Finding]:
 
 
 def check_unused(facts: Facts) -> Iterator[Finding]:
-    """Warn about keys of a new run that have no effect, or that make it learn little.
+    """Warn if a new run samples, or is given, what it does not use, or if it would learn little.
 
-    These are: completions that an on-policy run samples but does not learn from; a train.beta that the
-    objective ignores; a policy gradient on data whose age nothing bounds.
+    Three cases are found: an on-policy run that does not learn from all of its completions; a train.beta that
+    the objective ignores; a policy gradient on data whose age nothing bounds.
     """
     if facts.config is None or not RunDir(facts.config.run_dir.absolute()).came_to_nothing:
         return  # a run with progress can no longer change these keys

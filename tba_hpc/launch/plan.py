@@ -330,8 +330,8 @@ class Plan:
     """Nodes and ranks of a job.
 
     nodes: number of all nodes. why: a description of the split, for the user. first: role of component 0 of a
-    het job, whose nodes come first by name (``component_nodes.py``). remarks: sentences about
-    units (see ``_units``) that stay idle.
+    het job, whose nodes come first by name (``component_nodes.py``). remarks: a sentence about GPUs, or ranks
+    of a cluster without GPUs, that stay idle, or none.
     """
 
     form: Form
