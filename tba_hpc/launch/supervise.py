@@ -29,7 +29,7 @@ FIRST_ELASTIC = 5000
 """Number of the first elastic searcher. A copy of the one in ``config``, which takes long to import."""
 
 LONG_SECONDS = 300
-"""Seconds that searchers must have run for their failure to count as the first in a row."""
+"""Seconds of searching after which a failure counts as the first in a row, whatever came before."""
 
 NEAR_END_SECONDS = 120
 """Time before the end of a job, besides the time for a checkpoint, s. A job that is asked to stop within it
