@@ -118,6 +118,8 @@ def test_curves_lie_over_each_other_in_the_colours_of_the_page(runs: list[RunDir
     assert {"pass@1", "Reward", "Loss", "Staleness"} == {plot.title for plot in plots}
     loss = next(plot.svg for plot in plots if plot.title == "Loss")
     assert "var(--blue)" in loss and "var(--orange)" in loss
+    notes = {plot.title: plot.note for plot in plots}
+    assert notes["Staleness"] == "optimizer steps, of a batch: first token", "the only line that is drawn"
     assert len({run_line(i) for i in range(12)}) == 12
 
 

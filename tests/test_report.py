@@ -219,7 +219,9 @@ def test_a_task_names_its_score_and_shows_what_it_costs(run: RunDir) -> None:
     assert summary.perplexity_after == pytest.approx(math.exp(0.2))
     (drawn,) = [plot.svg for plot in plots.plots(RunData.read(run)) if plot.title == "Score and distance"]
     assert "1.22" in drawn and "perplexity" in drawn
-    assert re.findall(r">(step \d+)<", drawn) == ["step 0", "step 10"], "one beside the other"
+    anchored = re.findall(r"text-anchor: (\w+)[^>]*>(step \d+)<", drawn)
+    assert anchored == [("start", "step 0"), ("end", "step 10")], "one beside the other, both in the figure"
+    assert re.findall(r">(test|validation)<", drawn) == ["test", "validation"], "small points on large"
     text = written(run)
     assert "win rate before → after" in text and "pass@1" not in text
 

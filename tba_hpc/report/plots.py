@@ -139,9 +139,14 @@ def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
     shown[1:1] = rewards
     drawn = (
         _plot(printable(names[0]), "validation, and held-out before and after", _scores, runs),
-        *(_plot(figure.title, figure.note, _overlaid, runs, figure) for figure in shown),
+        *(_plot(figure.title, _note_of_first(figure), _overlaid, runs, figure) for figure in shown),
     )
     return [plot for plot in drawn if plot]
+
+
+def _note_of_first(figure: Lines) -> str:
+    """Return the figure's note, with the name of its first metric if it has others."""
+    return ": ".join(part for part in (figure.note, figure.lines[0][2]) if part)
 
 
 def run_line(index: int) -> tuple[str, str]:
@@ -270,6 +275,7 @@ def _overlaid(ax: Axes, runs: Sequence[RunData], figure: Lines) -> bool:
         (x, y), (color, style) = _columns(curve), run_line(index)
         _line(ax, x, _smooth(y), COLOURS[color], linestyle=style)
     _steps_axis(ax, *runs)
+    figure.axis(ax)
     return any(curve.sums for curve in curves)
 
 
@@ -336,7 +342,8 @@ def _score(ax: Axes, data: RunData) -> bool:
 
 
 def _points(ax: Axes, found: Sequence[tuple[float, float]], **style: Any) -> None:
-    ax.plot([x for x, _ in found], [y for _, y in found], **style)
+    """Draw points, whole even at the edge of the axes."""
+    ax.plot([x for x, _ in found], [y for _, y in found], clip_on=False, **style)
 
 
 def _note(ax: Axes, text: str, at: tuple[float, float], **style: Any) -> None:
@@ -356,15 +363,19 @@ def _pareto(ax: Axes, data: RunData) -> bool:
     found = same_reference(train, sorted(data.evaluations.values(), key=lambda evaluation: evaluation.step))
     if len(found) < 2:
         return False
-    for split, marker, size, color in (("validation", "o", 4, BLUE), ("test", "D", 7, ORANGE)):
+    for split, marker, size, color in (("test", "D", 7, ORANGE), ("validation", "o", 4, BLUE)):
         if not (points := [(e.perplexity or 0.0, data.score(e).value) for e in found if e.split == split]):
             continue
         _points(ax, points, color=color, alpha=0.3, linewidth=0.9)
         _points(ax, points, marker=marker, linestyle="none", color=color, markersize=size, label=split)
+    ax.margins(0.1, 0.15)
+    middle = sum(ax.get_xlim()) / 2
     for e in (found[0], found[-1]):
         at = (e.perplexity or 0.0, data.score(e).value)
-        _note(ax, f"step {e.step}", at, xytext=(6, -4), fontsize=7.5, color=MUTED)
-    ax.margins(0.1, 0.15)
+        place: dict[str, Any] = {"xytext": (6, -4), "ha": "left"}
+        if at[0] > middle:  # else the text would leave the figure
+            place = {"xytext": (-6, -4), "ha": "right"}
+        _note(ax, f"step {e.step}", at, fontsize=7.5, color=MUTED, **place)
     ax.set_xlabel(f"perplexity of the answers under the {policy_name(reference_of(train, found[-1]))}")
     if not data.graded:
         _percents(ax)
@@ -432,7 +443,7 @@ FIGURES = (
     Lines("KL", "from the reference, nats per fresh completion", _one("search/kl", ORANGE), compared=True),
     Lines("Log-ratio", "log π/π_ref of the batch, nats; not a KL if data is old", _one("train/log_ratio")),
     Lines("Entropy", "of fresh samples, nats per token", _one("search/entropy", ORANGE), _from_zero, True),
-    Lines("Off-policy", "effective sample size, clip share; of a batch", OFF_POLICY, _shares, True),
+    Lines("Off-policy", "of a batch", OFF_POLICY, _shares, True),
     Lines("Drift", "log π/π_behaviour of the batch, nats per completion", DRIFT),
     Lines("Engine gap", "between engine and learner, nats per token", _both("engine_gap"), _log_scale),
     Lines("Groups without variance", "whose rewards are equal", _both("flat_groups"), _shares),
