@@ -237,3 +237,5 @@ def test_the_site_is_built_without_a_warning_and_without_anything_from_elsewhere
     for page in pages:
         text = page.read_text()
         assert not re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"?https?://[^\">]+", text), page
+        words = re.sub(r"<(pre|code|script|style).*?</\1>", "", text, flags=re.DOTALL)
+        assert not re.findall(r".*(?:`|\*\*|<td>\d+\. ).*", words), f"{page} shows Markdown"
