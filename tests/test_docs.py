@@ -40,6 +40,8 @@ def test_the_first_page_is_short() -> None:
 def test_every_key_has_its_meaning() -> None:
     rows = re.findall(r"^ *- `(\w+)`.*?:(.*)$", make_docs.config_page(), re.M)
     assert len(rows) > 120 and [key for key, meaning in rows if not meaning.strip()] == []
+    named = {key.rpartition(".")[2] for key in _keys(Config) | _keys(Site)} - {"", *Config.model_fields}
+    assert named <= {key for key, _ in rows}
 
 
 # --- Commands ---

@@ -7,6 +7,7 @@ In docs/coming-from.md only the lists of keys are replaced. All other pages are 
 
 from __future__ import annotations
 
+import re
 import tomllib
 import types
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from tba_hpc.cli import app
 from tba_hpc.config import Config, Section, may_change
 from tba_hpc.config.loading import elsewhere
 from tba_hpc.config.variants import choices
-from tba_hpc.launch.plan import Site
+from tba_hpc.launch.plan import ComponentSite, Container, Site
 from tba_hpc.run import metric_table
 from tba_hpc.run.metrics import RECORDS_PER_SECOND
 
@@ -44,7 +45,11 @@ def config_page() -> str:
         *(text for name, field in Config.model_fields.items() for text in _section(name, _model(field))),
         "## Site files",
         "What `--site` names, one for each cluster: see [Slurm](slurm.md).",
-        _list(Site, prefix=""),
+        _list(Site),
+        "### container",
+        _list(Container),
+        "### trainer, searcher",
+        _list(ComponentSite),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -73,7 +78,7 @@ def _list_of_choices(among: dict[str, type[Section]]) -> str:
     return "\n".join(rows)
 
 
-def _list(model: type[Section], prefix: str) -> str:
+def _list(model: type[Section], prefix: str = "") -> str:
     rows = []
     for key, field in model.model_fields.items():
         mark = "↻" if prefix and may_change(f"{prefix}{key}") else ""
@@ -108,7 +113,26 @@ def _meaning(field: FieldInfo) -> str:
 
 
 def _words(field: FieldInfo) -> str:
-    return " ".join((field.description or "").split()).replace("``", "`")
+    return _code_in(" ".join((field.description or "").split()))
+
+
+SECTIONS = "|".join(Config.model_fields)
+KINDS = "|".join(sorted({name.partition("/")[0] for name in metric_table.STEP} - {"step"}))
+CODE = re.compile(
+    rf"""``?[^`]+``?  # what is marked already
+    |(?<![\w./-])(?:
+        (?:--set\ )?(?:{SECTIONS})(?:\.[a-z_]+)+(?:=\w+)?  # a key
+        |(?:{KINDS}|search)/[a-z_]+  # a metric
+        |--[a-z-]+  # an option
+    )""",
+    re.VERBOSE,
+)
+
+
+def _code_in(text: str) -> str:
+    """Mark the keys, metrics and options in a text as code, and link the pages that it names."""
+    linked = re.sub(r"docs/([a-z-]+)\.md", r"[\1](\1.md)", text)
+    return CODE.sub(lambda found: f"`{found[0].strip('`')}`", linked)
 
 
 def _values(annotation: Any) -> list[object]:
@@ -159,12 +183,11 @@ def metrics_page() -> str:
 
 
 def _metrics_list(table: dict[str, metric_table.Metric]) -> str:
-    rows = [f"- `{name}` ({one.unit}): {one.meaning}" for name, one in table.items()]
-    return "\n".join(rows).replace("``", "`")
+    return "\n".join(f"- `{name}` ({one.unit}): {_code_in(one.meaning)}" for name, one in table.items())
 
 
 def _names_list(table: dict[str, str]) -> str:
-    return "\n".join(f"- `{name}`: {meaning}" for name, meaning in table.items()).replace("``", "`")
+    return "\n".join(f"- `{name}`: {_code_in(meaning)}" for name, meaning in table.items())
 
 
 def commands_page() -> str:
@@ -200,16 +223,14 @@ def _command(command: TyperCommand) -> str:
     told = [one for one in command.params if one.metavar not in TOLD or one.param_type_name == "option"]
     records = [one.get_help_record(context) for one in told if one.name not in SHARED]
     rows = [
-        f"- `{names}`: {meaning.removesuffix('  [required]')}" for names, meaning in filter(None, records)
+        f"- `{names}`: {_code_in(meaning.removesuffix('  [required]'))}"
+        for names, meaning in filter(None, records)
     ]
     if shared := [SHARED[str(one.name)] for one in told if one.name in SHARED]:
         rows.append(f"- {', '.join(shared)}")
     heading = " ".join(["### tba", str(command.name), *map(str, arguments)])
     return (
-        "\n\n".join([heading, command.help or "", "\n".join(rows)])
-        .replace("``", "`")
-        .replace(" range>", ">")
-        .rstrip()
+        "\n\n".join([heading, _code_in(command.help or ""), "\n".join(rows)]).replace(" range>", ">").rstrip()
     )
 
 
