@@ -596,7 +596,9 @@ def test_an_error_of_a_run_at_work_asks_for_no_change_that_a_resume_refuses(modu
             assert "run.name" in keys or all(map(may_change, keys)), sentence
 
 
-@pytest.mark.parametrize("value", [0.1, 5e-05, None, True, "a: b", [0.5, 2.0], "x" * 200])
+@pytest.mark.parametrize(
+    "value", [0.1, 5e-05, None, True, "a: b", [0.5, 2.0], "x" * 200, "{q}\n", {"é": "a\n\nb"}]
+)
 def test_a_value_as_text_is_read_back(value: object) -> None:
     assert yaml.safe_load(value_text(value)) == value and "\n" not in value_text(value)
 

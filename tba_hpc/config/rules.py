@@ -5,6 +5,7 @@ The module ``sections`` has the types and ranges of single keys.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -334,6 +335,7 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def value_text(value: object) -> str:
-    """Return a value as text that ``--set`` accepts."""
+    """Return a value as one line that ``--set`` accepts."""
     plain = list(value) if isinstance(value, tuple) else value
-    return write_yaml(plain, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
+    text = write_yaml(plain, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
+    return json.dumps(plain, ensure_ascii=False) if "\n" in text else text  # JSON writes a line's end as \n
