@@ -575,9 +575,9 @@ def test_each_key_says_whether_a_resume_may_change_it() -> None:
     config = parse_config({"model": {"path": "a"}, "task": {"options": {"size": 3}}})
     keys = differences(config, parse_config({"model": {"path": "b"}})).keys()
     assert keys == {"model.path", "task.options.size"} and not any(map(may_change, keys))
-    may = ("train.steps", "train.learning_rate.decay", "checkpoint.keep", "evaluate.test_prompts", "run.root")
+    may = ("train.steps", "train.learning_rate.peak", "checkpoint.keep", "evaluate.test_prompts", "run.root")
     assert all(map(may_change, (*may, "launch.timeout_seconds", "launch.searchers", "buffer.capacity")))
-    never = ("run.seed", "train.learning_rate.peak", "train.zero_stage", "train.adam_betas.first")
+    never = ("run.seed", "train.learning_rate.schedule", "train.zero_stage", "train.adam_betas.first")
     assert not any(map(may_change, (*never, "task.options.victim", "model.dtype", "no.such", "train", "")))
 
 

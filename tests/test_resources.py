@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tba_hpc.checks.config_checks import (
     check_context_length,
     check_engine_arguments,
     check_files,
+    check_lora,
     check_unused,
 )
 from tba_hpc.checks.facts import Facts, Finding
@@ -230,6 +233,32 @@ def test_an_adapter_that_leaves_experts_as_they_are_is_told(tmp_path: Path) -> N
         assert ["does not adapt the" in finding.found for finding in found] == [True] * told
 
 
+def test_a_lora_target_that_is_no_layer_of_the_model_is_refused(tmp_path: Path) -> None:
+    """Without weights on this machine, as of a model on the hub, nothing is known about its layers."""
+    targets = ["self_attn.q_proj", "q_prj", "_proj", "weight"]
+    config = parse_config({"model": {"path": str(tmp_path), "lora": {"targets": targets}}})
+    (tmp_path / "config.json").write_text("{}")
+    assert list(check_lora(Facts(config=config))) == []
+    save_file({"model.layers.0.self_attn.q_proj.weight": np.zeros((2, 2))}, tmp_path / "model-1.safetensors")
+    save_file({"lm_head.weight": np.zeros((2, 2))}, tmp_path / "model-2.safetensors")
+    found = [finding.sentence for finding in check_lora(Facts(config=config))]
+    assert [sentence.split()[1] for sentence in found] == ["q_prj", "_proj", "weight"]
+    assert found[0].endswith(f"names no layer of model.path={tmp_path}: did you mean 'q_proj'?")
+
+
+def test_a_mistyped_folder_that_could_be_a_name_on_the_hub_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine/chatmodel").mkdir(parents=True)
+    for path, told in (("mine/chatmodl", True), ("mine/chatmodel", False), ("org/model", False)):
+        found = [one.sentence for one in check_files(Facts(config=parse_config({"model": {"path": path}})))]
+        assert found == told * [
+            "model.path=mine/chatmodl does not exist here, so it is taken for a name on the hub: check the "
+            f"path, seen from {tmp_path}"
+        ]
+
+
 def test_an_argument_that_vllm_does_not_know_is_refused_before_an_engine_starts() -> None:
     def check(name: str) -> list[Finding]:
         tree = {"model": {"path": "a"}, "generator": {"engine": {name: 64}}}
@@ -281,8 +310,45 @@ def test_a_beta_without_effect_is_told_unless_it_is_the_default(
     said = [one.sentence for one in check_unused(Facts(config=config))]
     assert said == told * [
         "train.beta is ignored with train.objective=dr_grpo, which has no KL term: leave it out, or use "
-        "train.objective=grpo, in which it weighs the KL"
+        "train.objective=rloo or grpo, where it weighs the KL"
     ]
+
+
+@pytest.mark.parametrize(
+    ("objective", "beta", "reference", "told"),
+    [
+        ("grpo", 0.04, "behaviour", True),
+        ("rloo", {0: 0.0, 10: 0.04}, "behaviour", True),
+        ("tba_prime", 0.04, "behaviour", True),
+        ("grpo", 0, "behaviour", False),
+        ("grpo", 0.04, "frozen", False),
+        (
+            "trajectory_balance",
+            0.04,
+            "behaviour",
+            False,
+        ),  # its optimum is π_behaviour·exp(r/β)
+        ("oapl", 0.04, "behaviour", False),
+    ],
+)
+def test_a_kl_to_the_weights_that_sampled_is_told(
+    objective: str, beta: object, reference: str, told: bool
+) -> None:
+    train, bounded = {"objective": objective, "beta": beta, "reference": reference}, {"max_staleness": 0}
+    config = parse_config({"model": {"path": "a"}, "train": train, "exchange": {**bounded, "sync_every": 1}})
+    said = [one.sentence for one in check_unused(Facts(config=config)) if one.name == "beta"]
+    assert said == told * [
+        f"train.objective={objective} penalises the KL to the weights that sampled "
+        "(train.reference=behaviour), which is 0 on fresh data: leave out train.reference, whose default is "
+        "the initial model"
+    ]
+
+
+def test_advice_for_a_beta_without_effect_does_not_lead_to_another() -> None:
+    train = {"objective": "dr_grpo", "beta": 0.04, "reference": "behaviour"}
+    config = parse_config({"model": {"path": "a"}, "train": train, "exchange": {"max_staleness": 8}})
+    (finding,) = check_unused(Facts(config=config))
+    assert finding.remedy.endswith("where it weighs the KL, and leave out train.reference")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from tempfile import TemporaryDirectory
 from tba_hpc.checks.facts import Facts, Finding, Level, login_python, ok, problem, warning
 from tba_hpc.checks.resources import missing, missing_sentence, resources
 from tba_hpc.config import Config, ConfigError, TrainSection, dump_config, is_local
-from tba_hpc.config.variants import Unbounded
+from tba_hpc.config.variants import BehaviourIsReference, TbaPrime, Unbounded
 from tba_hpc.core.hub_files import find_file, hub_cache, model_fields, refused_by_hub
+from tba_hpc.core.model_files import fault, layer_names
 from tba_hpc.core.own_code import is_own
 from tba_hpc.core.tuned import beyond_tuned
 from tba_hpc.core.wording import did_you_mean
@@ -44,6 +45,17 @@ def check_files(facts: Facts) -> Iterator[Finding]:
             made = next((f"; {maker}" for model, maker in MADE_BY.items() if model in resource.name), "")
             remedy = f"check the path, seen from {Path.cwd()}{made}"
             yield problem("files", f"{resource} does not exist", remedy)
+    path = facts.config.model.path
+    if Path(path).parent.name and Path(path).parent.is_dir() and _is_hub_name(path, facts):
+        found = f"model.path={path} does not exist here, so it is taken for a name on the hub"
+        yield warning("files", found, f"check the path, seen from {Path.cwd()}")
+
+
+def _is_hub_name(model: str, facts: Facts) -> bool:
+    """Return whether ``model`` can only be a name on the hub, of a model that is not in the cache."""
+    if is_own(model) or is_local(model) or Path(model).exists():
+        return False
+    return find_file(model, "config.json", facts.environment) is None
 
 
 def check_context_length(facts: Facts) -> Iterator[Finding]:
@@ -70,14 +82,25 @@ def check_context_length(facts: Facts) -> Iterator[Finding]:
         yield warning("context length", found, f"lower model.context_length={length} to {plain} at most")
 
 
-def check_experts(facts: Facts) -> Iterator[Finding]:
-    """Warn if a LoRA adapter leaves the experts of a model untrained, unless model.lora.targets is set."""
+def check_lora(facts: Facts) -> Iterator[Finding]:
+    """Check that the targets of a LoRA adapter are layers of the model; without targets, look for experts."""
     config = facts.config
-    if config is None or config.model.lora is None or config.model.lora.targets is not None:
+    if config is None or config.model.lora is None:
         return
-    fields = model_fields(config.model.path, facts.environment)
+    path, targets = config.model.path, config.model.lora.targets
+    file = find_file(path, "config.json", facts.environment)
+    layers = layer_names(file.parent) if file and targets and not fault(file.parent) else set()
+    for target in targets or ():
+        if layers and not any(f".{layer}".endswith(f".{target}") for layer in layers):
+            remedy = did_you_mean(
+                target, sorted({layer.rpartition(".")[2] for layer in layers}), "correct it"
+            )
+            yield problem("LoRA", f"model.lora.targets: {target} names no layer of model.path={path}", remedy)
+    if targets is not None:
+        return
+    fields = model_fields(path, facts.environment)
     if experts := next((fields[name] for name in EXPERTS if fields.get(name)), 0):
-        found = f"model.lora does not adapt the {experts} experts of model.path={config.model.path}"
+        found = f"model.lora does not adapt the {experts} experts of model.path={path}"
         remedy = "leave model.lora out to train them, or list the layers to adapt in model.lora.targets"
         yield warning("LoRA", found, remedy)
 
@@ -124,7 +147,7 @@ def check_resources(facts: Facts) -> Iterator[Finding]:
 def check_hub(facts: Facts) -> Iterator[Finding]:
     """Check that the hub has the policy, if the cache of this machine lacks it."""
     name = facts.config.model.path if facts.config else ""
-    if not name or is_own(name) or is_local(name) or find_file(name, "config.json", facts.environment):
+    if not name or not _is_hub_name(name, facts):
         return
     if reason := refused_by_hub(name, facts.environment):
         found = f"model.path={name} is not in {hub_cache(facts.environment)}, and {reason}"
@@ -144,8 +167,9 @@ def check_rate(facts: Facts) -> Iterator[Finding]:
 def check_unused(facts: Facts) -> Iterator[Finding]:
     """Warn if a new run samples, or is given, what it does not use, or if it would learn little.
 
-    Three cases are found: an on-policy run that does not learn from all of its completions; a train.beta that
-    the objective ignores; a policy gradient on data whose age nothing bounds.
+    Four cases are found: an on-policy run that does not learn from all of its completions; a train.beta that
+    the objective ignores; a KL to the weights that sampled; a policy gradient on data whose age nothing
+    bounds.
     """
     if facts.config is None or not RunDir(facts.config.run_dir.absolute()).came_to_nothing:
         return  # a run with progress can no longer change these keys
@@ -157,13 +181,27 @@ def check_unused(facts: Facts) -> Iterator[Finding]:
             f"{sampled - train.completions_per_prompt} are dropped"
         )
         yield warning("completions per prompt", found, "make the two keys equal")
-    if not train.objective.weighs_kl and train.beta != TrainSection().beta:
-        found = f"train.beta is ignored with train.objective={train.objective.name}, which has no KL term"
-        yield warning("beta", found, "leave it out, or use train.objective=grpo, in which it weighs the KL")
+    yield from _idle_beta(train)
     is_unbounded = facts.config.exchange.max_staleness is None and train.ratio_bound == Unbounded()
     if train.objective.policy_gradient and is_unbounded:
         found = f"train.objective={train.objective.name} learns little from old data, whose age has no bound"
         yield warning("age", found, "set exchange.max_staleness, such as 8, or train by trajectory_balance")
+
+
+def _idle_beta(train: TrainSection) -> Iterator[Finding]:
+    """Warn if the objective has no KL term for train.beta, or only one that is 0 on fresh data."""
+    objective, unscored = train.objective, isinstance(train.reference, BehaviourIsReference)
+    if not objective.weighs_kl and train.beta != TrainSection().beta:
+        found = f"train.beta is ignored with train.objective={objective.name}, which has no KL term"
+        other = "rloo or grpo, where it weighs the KL" + ", and leave out train.reference" * unscored
+        yield warning("beta", found, f"leave it out, or use train.objective={other}")
+    penalises = objective.kl_optional or isinstance(objective, TbaPrime)
+    if penalises and unscored and any(beta > 0 for _, beta in train.beta):
+        found = (
+            f"train.objective={objective.name} penalises the KL to the weights that sampled "
+            "(train.reference=behaviour), which is 0 on fresh data"
+        )
+        yield warning("beta", found, "leave out train.reference, whose default is the initial model")
 
 
 def check_chat_template(facts: Facts) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ DOCTOR = (*CONFIG, config_checks.check_chat_template, config_checks.check_task)
 FILES = (
     config_checks.check_files,
     config_checks.check_context_length,
-    config_checks.check_experts,
+    config_checks.check_lora,
     config_checks.check_engine_arguments,
 )
 """Checks of a config before any run, on this machine or as a job."""

@@ -296,8 +296,8 @@ class BufferSection(Section):
 class LearningRate(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up: constant, or a linear or cosine decay to zero."""
-    peak: Positive = 1e-5
-    """Highest learning rate."""
+    peak: MayChange[Positive] = 1e-5
+    """Highest learning rate. If a resume changes it, a replay has the new one from its first step."""
     warmup_steps: int = Field(0, ge=0)
     """Number of steps over which the rate rises linearly from zero."""
     decay: MayChange[tuple[int, int] | None] = None

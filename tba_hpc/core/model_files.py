@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
+
+from safetensors import safe_open
 
 POINTER = b"version https://git-lfs.github.com/spec/"
 """First bytes of a git LFS pointer, which stands in for a large file that was not downloaded."""
@@ -24,6 +27,13 @@ def lacking(folder: Path) -> list[str]:
         for part in sorted(set(json.loads((folder / index).read_text("utf-8"))["weight_map"].values()))
         if not (folder / part).is_file()
     ]
+
+
+def layer_names(folder: Path) -> set[str]:
+    """Return the names of the layers that have weights in a model's safetensors files; empty without any."""
+    with ExitStack() as files:
+        opened = [files.enter_context(safe_open(file, "np")) for file in folder.glob("model*.safetensors")]
+        return {name.rpartition(".")[0] for file in opened for name in file.keys()}  # noqa: SIM118, no dict
 
 
 def fault(folder: Path) -> str | None:
