@@ -421,8 +421,10 @@ def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
         return True
     # A rank does not ask Slurm: under MPI it must not start processes, and its launcher has asked already.
     at_work = _is_at_work(run, owner) if owner.job and claim.name == LAUNCH else None
-    if at_work is False or (at_work and not owner.pid):
-        return not at_work
+    if at_work is False:
+        return True
+    if at_work and not owner.pid:
+        return False
     return _is_silent(run, claim)
 
 
