@@ -354,7 +354,8 @@ def sinking_answers(view: View) -> Alert | None:
     The threshold is 0.03 nats per token, and at least 1 nat per completion. On data 10 to 99 steps old,
     recorded runs that learned lost less than 0.01 nats per token, and runs that failed lost 0.04 to 1.
     """
-    length, means = view.trends.latest("train/length"), _smooth(view.trends.rewarded, EARLY_STEPS)
+    length = view.trends.latest("train/length")
+    means = _smooth(view.trends.better_log_weights, EARLY_STEPS)
     if not length or not means or view.solved:
         return None
     since = _since(means, lambda value: value < -max(1.0, 0.03 * length))

@@ -57,6 +57,11 @@ class Attempt:
     note: str = ""
     requeued: bool = False
 
+    @property
+    def lacks_ranks(self) -> bool:
+        """True for an allocation that goes on, and in which no ranks were started yet."""
+        return not self.name and not self.end
+
 
 def attempts(events: Sequence[Event]) -> list[Attempt]:
     """Return all attempts of a run, oldest first. events: all of the run's, oldest first."""
@@ -64,7 +69,7 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
     for event in events:
         kind, last = event.get("event"), found[-1] if found else None
         same = last is not None and last.restarts == event.get("restarts")
-        if last and kind == "start" and same and not last.name and not last.end:  # in an allocation
+        if last and same and kind == "start" and last.lacks_ranks:
             found[-1] = replace(_begun(event), start=last.start)
         elif kind in ("allocated", "start"):
             if last and not last.end:  # its end was never noted

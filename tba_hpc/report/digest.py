@@ -26,7 +26,7 @@ from tba_hpc.run.metrics import MetricsTail, Record, number
 
 log = logging.getLogger(__name__)
 
-FORMAT = 14
+FORMAT = 15
 """Version of digest files; digests of other versions are made again from the lines."""
 
 KEEP_SECONDS = 60.0
@@ -129,24 +129,28 @@ class TrainerDigest:
             self._stretch(event, record)
 
     def _take_event(self, event: str, record: Record) -> None:
-        if event in STARTS:
-            self.postponed = {}
-            self._begin(integer(record, "step"), integer(record, "revision"))
-        if event in PHASES:
-            self.phase = event
         match event:
-            case "snapshot" | "checkpoint":
-                self._save(integer(record, "revision"))
-            case "postponed":
-                self.postponed = record
             case "damaged":
                 self.damaged.append(record)
-        if event == "checkpoint":
-            self.checkpoint, self.postponed = record, {}
-            record = {**record, "step": max(self.step, integer(record, "step"))}  # training went on
-        if event in (*PHASES, "checkpoint"):
-            self.step = int(number(record, "step", self.step))
-            self.latest = {**self.latest, **record}
+            case "postponed":
+                self.postponed = record
+            case "snapshot":
+                self._save(integer(record, "revision"))
+            case "checkpoint":
+                self._save(integer(record, "revision"))
+                self.checkpoint, self.postponed = record, {}
+                step = max(self.step, integer(record, "step"))  # training went on
+                self._keep_latest({**record, "step": step})
+            case _ if event in PHASES:
+                self.phase = event
+                if event in STARTS:
+                    self.postponed = {}
+                    self._begin(integer(record, "step"), integer(record, "revision"))
+                self._keep_latest(record)
+
+    def _keep_latest(self, record: Record) -> None:
+        self.step = int(number(record, "step", self.step))
+        self.latest = {**self.latest, **record}
 
     def _save(self, revision: int) -> None:
         """Keep the present counts for the checkpoint of this revision, unless that has some already."""

@@ -42,6 +42,15 @@ QUEUE_SECONDS = 10.0
 FRESH_SECONDS = 60.0
 """Shortest silence after which a searcher counts as stopped, s; nodes' clocks differ by less than this."""
 
+WHY_REQUEUED = (
+    (("draining",), "a node drained"),
+    (("signal",), "preempted or out of time"),
+    (("stopped", "requeue"), "the ranks were asked to stop, or out of time"),
+    (("requeue",), "nodes unreachable"),
+    ((), "ended by Slurm (requeued, preempted or a node lost)"),
+)
+"""Why a job is back in the queue, by events. The first entry holds whose events have all happened."""
+
 QueueEntry = dict[str, str]
 """A component of a Slurm job; see ``run.slurm_queue.job_states``."""
 
@@ -244,10 +253,7 @@ def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
     if not _heard_of(monitor, job):
         return RunState("queued", f"queued{why_not}", command)
     kinds = {event["event"] for event in events if event["restarts"] == events[-1]["restarts"]}
-    why = "nodes unreachable" if "requeue" in kinds else "ended by Slurm (requeued, preempted or a node lost)"
-    why = "the ranks were asked to stop, or out of time" if {"stopped", "requeue"} <= kinds else why
-    why = "preempted or out of time" if "signal" in kinds else why
-    why = "a node drained" if "draining" in kinds else why
+    why = next(words for needed, words in WHY_REQUEUED if kinds.issuperset(needed))
     return RunState("requeued", f"{why}, back in the queue at step {step}{why_not}", command)
 
 
