@@ -107,12 +107,8 @@ def ask(
         )
     settings, model = _load(name, config, overrides or [])
     section = settings.generator if settings else GeneratorSection(temperature=1.0, max_tokens=MAX_TOKENS)
-    if chat is None and settings is None:
-        chat = model.tokenizer.has_chat
     task = make_task(settings.task, model.tokenizer, _serve) if settings and chat is None else None
-    if task is not None:
-        chat = settings is not None and settings.task.options.get("chat") is True
-    tokens = _encode(task, model.tokenizer, question, chat=bool(chat))
+    tokens = _encode(task, model.tokenizer, question, chat=_uses_chat(settings, chat, model))
     length = max_tokens or section.max_tokens
     if temperature is None:
         temperature = 0.0 if samples == 1 else section.temperature
@@ -172,6 +168,13 @@ def _load(name: str, config: Path | None, overrides: list[str]) -> tuple[Config 
     if overrides:
         raise ConfigError(f"--set {overrides[0]} has no config to change: name one with --config")
     return None, HfAnswers(name)
+
+
+def _uses_chat(settings: Config | None, chat: bool | None, model: HfAnswers) -> bool:
+    """Return whether to use the chat template. settings: config, if any. chat: as for ``ask``."""
+    if chat is not None:
+        return chat
+    return settings.task.options.get("chat") is True if settings else model.tokenizer.has_chat
 
 
 def _encode(task: Task | None, tokenizer: Tokenizer, question: str, *, chat: bool) -> np.ndarray:

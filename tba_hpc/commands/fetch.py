@@ -123,7 +123,7 @@ def _download_model(name: str) -> None:
 
     files = HfApi().list_repo_files(name)
     top = [file for file in files if "/" not in file]
-    pickled = [] if not any(Path(file).match(SAFETENSORS) for file in top) else [PICKLED]
+    pickled = [PICKLED] if any(Path(file).match(SAFETENSORS) for file in top) else []
     # Subfolders hold weights in other formats or for other libraries, so only their text files are fetched.
     below = [file for file in files if "/" in file and not file.endswith((".json", ".txt"))]
     snapshot_download(name, ignore_patterns=[*OTHER_FORMATS, *pickled, *below])

@@ -127,16 +127,19 @@ def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Seque
     learning rate keeps its recorded schedule. Raises ConfigError for keys that determined the samples.
     """
     tree = recorded.model_dump(mode="json")
-    name = f"{recorded.run.name}-replay"
-    ours = [f"run.name={name}", f"run.root={json.dumps(str(source.path.parent))}", "launch.trainers=1"]
-    config_of = {key: value for key, _, value in (override.partition("=") for override in overrides)}
-    ours += [f"train.steps={max(1, steps)}"]
+    ours = [
+        f"run.name={recorded.run.name}-replay",
+        f"run.root={json.dumps(str(source.path.parent))}",
+        "launch.trainers=1",
+        f"train.steps={max(1, steps)}",
+    ]
+    given = {key: value for key, _, value in (override.partition("=") for override in overrides)}
     rate, last = recorded.train.learning_rate, decay_end(recorded.train)
-    if config_of.get("train.steps", "0").isdecimal():  # else ``parse_config`` refuses it
-        last = max(last, int(config_of.get("train.steps", "0")))
-    if rate.schedule != "constant" and not any(key.startswith("train.learning_rate") for key in config_of):
+    if (wanted := given.get("train.steps", "")).isdecimal():  # else ``parse_config`` refuses it
+        last = max(last, int(wanted))
+    if rate.schedule != "constant" and not any(key.startswith("train.learning_rate") for key in given):
         ours += [f"train.learning_rate.decay={[rate.decay[0] if rate.decay else rate.warmup_steps, last]}"]
-    _leave_out_what_follows(tree["train"], config_of)
+    _leave_out_what_follows(tree["train"], given)
     config = parse_config(tree, [*ours, *overrides])
     for key, (was, now) in differences(recorded, config).items():
         if key.startswith(RECORDED):
