@@ -107,8 +107,8 @@ def test_a_searcher_that_only_rejects_ends_with_a_sentence(
     """As a mistake of the user's, which no other start would mend."""
     sentence = (
         r"^there were 7 groups without a usable reward in a row, the last because rewards\(\) of "
-        rf"prompt \d \(request \d+\) {last}: correct the cause, and start from the config "
-        r"again \(the run keeps a copy of the code\)$"
+        rf"prompt \d \(request \d+\) {last}: correct the cause, then start from the config "
+        r"file: the run directory has the old code$"
     )
     task = Faulty(fault)
     with pytest.raises(ConfigError, match=sentence):

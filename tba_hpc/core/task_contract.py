@@ -199,5 +199,5 @@ class Failures:
         if self.in_a_row >= self.limit:
             raise ConfigError(
                 f"there were {self.in_a_row} {self.things} in a row, the last because {what}: correct the "
-                "cause, and start from the config again (the run keeps a copy of the code)"
+                "cause, then start from the config file: the run directory has the old code"
             )
