@@ -92,12 +92,12 @@ def cut(
             _sides(order, *(fit[role] & kind for role in roles)) for kind in (idle, up, frozenset(order))
         ]
         for place in range(len(order) + 1):
-            spare = [
+            idle_ratio, up_ratio, ratio = (
                 min(here / needed[role] for here, role in zip(side[place], roles, strict=True))
                 for side in sides
-            ]
-            score = (float(spare[0] >= 1), *spare[1:], sum(sides[-1][place]))
-            if spare[-1] >= 1 and score > best[0]:
+            )
+            score = (idle_ratio >= 1, up_ratio, ratio, sum(sides[-1][place]))
+            if ratio >= 1 and score > best[0]:
                 best = (score, first, place)
     if not best[0]:
         return None

@@ -305,7 +305,7 @@ class Ranks:
         late = time.monotonic() - self._left > SEARCHERS_END_SECONDS
         return 0 if late or all(child.code is not None for child in self.searchers) else None
 
-    def deafen(self) -> bool:
+    def close_ports(self) -> bool:
         """Close mpiexec's ports to other machines; return whether all ranks are connected to mpiexec.
 
         Once they are, its ports are also closed to this machine.
@@ -567,7 +567,7 @@ def _watch(run: RunDir, world: Ranks, asked: Signals, display: LiveDisplay) -> i
         if asked.stop and time.monotonic() - asked_at > ASK_AGAIN_SECONDS:
             asked_at = time.monotonic()
             world.ask_to_stop()
-        open_to_others = open_to_others and not world.deafen()
+        open_to_others = open_to_others and not world.close_ports()
         display.refresh()
         time.sleep(RANKS_CHECK_SECONDS)
     return code

@@ -190,9 +190,9 @@ def _end(run: RunDir, owner: Owner) -> None:
 
     Its ranks then end, too (``die_with``). Raises LaunchError if the launcher still does not end.
     """
-    if _goes(run, owner, signal.SIGINT, LAUNCHER_END_SECONDS):
+    if _ends_after_signal(run, owner, signal.SIGINT, LAUNCHER_END_SECONDS):
         return
-    gone = _goes(run, owner, signal.SIGKILL, LAUNCHER_KILLED_SECONDS)
+    gone = _ends_after_signal(run, owner, signal.SIGKILL, LAUNCHER_KILLED_SECONDS)
     log_event(run, "aborted")
     if not gone:
         raise LaunchError(
@@ -200,7 +200,7 @@ def _end(run: RunDir, owner: Owner) -> None:
         )
 
 
-def _goes(run: RunDir, owner: Owner, number: signal.Signals, seconds: float) -> bool:
+def _ends_after_signal(run: RunDir, owner: Owner, number: signal.Signals, seconds: float) -> bool:
     """Send the owner a signal again and again; return whether it ends within ``seconds``."""
     end = time.monotonic() + seconds
     while owner_at_work(run) == owner:
