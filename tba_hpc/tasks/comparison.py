@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from tba_hpc.tasks import notation
-from tba_hpc.tasks.notation import Listing, listing, pieces, quantity
+from tba_hpc.tasks.notation import Listing, Quantity, listing, pieces, quantity
 
 LONGEST = 4000
 """Largest number of characters of an answer that is parsed. A longer answer is right only if it is identical
@@ -76,17 +76,19 @@ def equal(given: str, gold: str) -> bool:
 
 def _same(given: str, gold: str) -> bool:
     """Compare two texts, or parts of them, that ``notation.in_one_form`` has normalised."""
-    mine, theirs = _bare(given), _bare(gold)
-    if mine == theirs:
-        return bool(mine)
-    lists = listing(mine), listing(theirs)
-    if all(lists) or (any(lists) and not _related(mine, theirs)):
-        return _same_lists(mine, theirs, *lists)
-    if _related(mine, theirs):
-        return _same_relation(mine, theirs)
-    if notation.are_words(mine) or notation.are_words(theirs):
-        return notation.plain_words(mine) == notation.plain_words(theirs)
-    return bool(mine and theirs) and not _unfinished(mine, theirs) and _same_quantity(mine, theirs)
+    given, gold = _bare(given), _bare(gold)
+    if given == gold:
+        return bool(given)
+    lists = listing(given), listing(gold)
+    if all(lists) or (any(lists) and not _related(given, gold)):
+        return _same_lists(lists[0] or Listing("", (given,)), lists[1] or Listing("", (gold,)))
+    if _related(given, gold):
+        return _same_relation(given, gold)
+    if notation.are_words(given) or notation.are_words(gold):
+        return notation.plain_words(given) == notation.plain_words(gold)
+    if not (given and gold) or _unfinished(given, gold):
+        return False
+    return _same_quantity(quantity(given), quantity(gold))
 
 
 def _unfinished(given: str, gold: str) -> bool:
@@ -110,34 +112,33 @@ def _bare(text: str) -> str:
 # --- Lists ---
 
 
-def _same_lists(given: str, gold: str, mine: Listing | None, theirs: Listing | None) -> bool:
-    """Compare two lists; None stands for a list with the text itself as its only item."""
-    mine, theirs = mine or Listing("", (given,)), theirs or Listing("", (gold,))
-    if len(mine.items) != len(theirs.items):
+def _same_lists(given: Listing, gold: Listing) -> bool:
+    if len(given.items) != len(gold.items):
         return False
-    if not _kinds_agree(mine.kind, theirs.kind):
+    if not _kinds_agree(given.kind, gold.kind):
         return False
-    if mine.ordered or theirs.ordered:
-        return all(map(_same, mine.items, theirs.items))
-    return _matched(list(mine.items), list(theirs.items))
+    if given.ordered or gold.ordered:
+        return all(map(_same, given.items, gold.items))
+    return _matched(given.items, gold.items)
 
 
-def _kinds_agree(mine: str, theirs: str) -> bool:
+def _kinds_agree(given: str, gold: str) -> bool:
     """Return whether lists of two kinds can be equal.
 
     Their brackets must be the same, but a list without brackets can equal a set, a union or a tuple.
     """
     sets = ("", r"\{\}"), ("", "()"), ("", "cup")
-    return mine == theirs or any({mine, theirs} == set(pair) for pair in sets)
+    return given == gold or any({given, gold} == set(pair) for pair in sets)
 
 
-def _matched(mine: list[str], theirs: list[str]) -> bool:
+def _matched(given: tuple[str, ...], gold: tuple[str, ...]) -> bool:
     """Return whether each item can be paired with an equal item of the other list, in any order."""
-    for one in mine:
-        found = next((other for other in theirs if _same(one, other)), None)
+    left = list(gold)
+    for one in given:
+        found = next((other for other in left if _same(one, other)), None)
         if found is None:
             return False
-        theirs.remove(found)
+        left.remove(found)
     return True
 
 
@@ -150,25 +151,25 @@ def _related(*texts: str) -> bool:
 
 def _same_relation(given: str, gold: str) -> bool:
     """Compare two relations (equations, chains, inequalities), or a relation with a value."""
-    (mine, my_signs), (theirs, their_signs) = pieces(given, RELATIONS), pieces(gold, RELATIONS)
-    if r"\approx" in my_signs + their_signs:
-        return _same_rounded(mine, theirs)
-    if not their_signs:
-        return _says(mine, my_signs, gold)
-    if not my_signs:
-        return _says(theirs, their_signs, given)
-    if my_signs == their_signs and all(map(_same, mine, theirs)):
+    (given_sides, given_signs), (gold_sides, gold_signs) = pieces(given, RELATIONS), pieces(gold, RELATIONS)
+    if r"\approx" in given_signs + gold_signs:
+        return _same_rounded(given_sides, gold_sides)
+    if not gold_signs:
+        return _says(given_sides, given_signs, gold)
+    if not given_signs:
+        return _says(gold_sides, gold_signs, given)
+    if given_signs == gold_signs and all(map(_same, given_sides, gold_sides)):
         return True
-    turned = [TURNED.get(sign, sign) for sign in reversed(my_signs)]
-    if turned == their_signs and all(map(_same, reversed(mine), theirs)):
+    turned = [TURNED.get(sign, sign) for sign in reversed(given_signs)]
+    if turned == gold_signs and all(map(_same, reversed(given_sides), gold_sides)):
         return True
-    named = mine[0] == theirs[0]
-    equated = {*my_signs, *their_signs} == {"="} and _names(theirs[0], theirs[-1])
-    if equated and (named or not any(map(LETTER.search, mine))):
-        return _all_are(mine[named:], theirs[-1])
-    if _is_solved(theirs) or not len(mine) == len(theirs) == 2:
+    named = given_sides[0] == gold_sides[0]
+    equated = {*given_signs, *gold_signs} == {"="} and _names(gold_sides[0], gold_sides[-1])
+    if equated and (named or not any(map(LETTER.search, given_sides))):
+        return _all_are(given_sides[named:], gold_sides[-1])
+    if _is_solved(gold_sides) or not len(given_sides) == len(gold_sides) == 2:
         return False
-    return _same_condition(mine, my_signs[0], theirs, their_signs[0])
+    return _same_condition(given_sides, given_signs[0], gold_sides, gold_signs[0])
 
 
 def _is_solved(sides: list[str]) -> bool:
@@ -198,7 +199,7 @@ def _all_are(sides: list[str], value: str) -> bool:
     """Return whether all sides equal the value; at least one of them must be fully computed."""
     right = [_same(side, value) for side in sides]
     return any(right) and all(
-        yes or _same_quantity(side, value) for yes, side in zip(right, sides, strict=True)
+        yes or _same_quantity(quantity(side), quantity(value)) for yes, side in zip(right, sides, strict=True)
     )
 
 
@@ -229,17 +230,17 @@ def _names(side: str, value: str) -> bool:
     return not re.search(rf"(?<![\\a-zA-Z]){re.escape(side)}(?![a-zA-Z])", value)
 
 
-def _same_rounded(mine: list[str], theirs: list[str]) -> bool:
-    """Compare two texts of which at least one contains ≈.
+def _same_rounded(given: list[str], gold: list[str]) -> bool:
+    """Compare the sides of two texts of which at least one contains ≈.
 
     If the gold answer contains ≈, every value that rounds to it is right. Otherwise one side must equal the
     gold answer exactly, and the others must round to the same value.
     """
-    mine = mine[1:] if len(mine) > 1 and _names(mine[0], theirs[-1]) else mine
-    if len(theirs) > 1 or "." in theirs[-1]:
-        exact = len(theirs) > 1 or any(_same(side, theirs[-1]) for side in mine)
-        return exact and all(_near(side, theirs[-1]) for side in mine)
-    return any(_same(side, theirs[0]) for side in mine) and all(_near(theirs[0], side) for side in mine)
+    given = given[1:] if len(given) > 1 and _names(given[0], gold[-1]) else given
+    if len(gold) > 1 or "." in gold[-1]:
+        exact = len(gold) > 1 or any(_same(side, gold[-1]) for side in given)
+        return exact and all(_near(side, gold[-1]) for side in given)
+    return any(_same(side, gold[0]) for side in given) and all(_near(gold[0], side) for side in given)
 
 
 def _near(text: str, decimal: str) -> bool:
@@ -274,39 +275,37 @@ def _region(sides: list[str], signs: list[str]) -> str | None:
     return f"{'(' if signs[0] == '<' else '['}{sides[0]},{sides[2]}{')' if signs[1] == '<' else ']'}"
 
 
-def _same_condition(mine: list[str], sign: str, theirs: list[str], other: str) -> bool:
-    """Return whether one relation with two sides is a multiple of the other.
-
-    mine, theirs: sides of the two relations. sign, other: their relation signs.
-    """
+def _same_condition(given: list[str], given_sign: str, gold: list[str], gold_sign: str) -> bool:
+    """Return whether one relation, with its two sides and its sign, is a multiple of the other."""
     import sympy
 
-    left, right = (_value(sides[0]) - _value(sides[1]) for sides in (mine, theirs))
+    left, right = (_value(sides[0]) - _value(sides[1]) for sides in (given, gold))
     ratio = sympy.simplify(left / right)
     if not ratio.is_number or ratio.is_zero or not ratio.is_finite:
         return False
-    if {sign, other} <= {"=", r"\ne"}:
-        return sign == other
-    return other in TURNED and bool(sign == other if ratio.is_positive else sign == TURNED[other])
+    if {given_sign, gold_sign} <= {"=", r"\ne"}:
+        return given_sign == gold_sign
+    if gold_sign not in TURNED:
+        return False
+    return given_sign == (gold_sign if ratio.is_positive else TURNED[gold_sign])
 
 
 # --- Quantities and values ---
 
 
-def _same_quantity(given: str, gold: str) -> bool:
+def _same_quantity(given: Quantity, gold: Quantity) -> bool:
     """Compare two values, and their units if both have one. 28 % equals 28 and 0.28, but not 28 cm."""
-    mine, theirs = quantity(given), quantity(gold)
-    if mine.value != theirs.value and _are_times(mine.value, theirs.value):
+    if given.value != gold.value and _are_times(given.value, gold.value):
         return False
-    if mine.unit and theirs.unit and mine.unit != theirs.unit:
+    if given.unit and gold.unit and given.unit != gold.unit:
         return False
-    if mine.percent != theirs.percent:
-        if mine.unit or theirs.unit:
+    if given.percent != gold.percent:
+        if given.unit or gold.unit:
             return False
-        hundredth = (mine if mine.percent else theirs).value
-        bare = (theirs if mine.percent else mine).value
+        hundredth = (given if given.percent else gold).value
+        bare = (gold if given.percent else given).value
         return _same_value(hundredth, bare) or _same_value(rf"\frac{{{hundredth}}}{{100}}", bare)
-    return _same_value(mine.value, theirs.value)
+    return _same_value(given.value, gold.value)
 
 
 def _are_times(given: str, gold: str) -> bool:

@@ -89,30 +89,31 @@ Process = subprocess.Popen[Any]
 class Keeper:
     """Helper process that kills this process's programs, and their children, once this process has ended.
 
-    It finds them by the TMPDIR in their environment, and removes their folders. The helper starts with the
-    first program. All programs are started by one thread that lives as long as the process, because the
-    kernel kills a program together with the thread that started it.
+    It finds them by the TMPDIR in their environment, and removes their folders. All programs are started by
+    one thread that lives as long as the process, because the kernel kills a program together with the thread
+    that started it.
+
+    prefix: beginning of the names of programs' folders.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: Process | None = None
-        self._prefix = f"tba-program-{secrets.token_hex(8)}-"
+        self.prefix = f"tba-program-{secrets.token_hex(8)}-"
 
-    def prefix(self) -> str:
-        """Start helper and thread unless they run, and return a prefix for the names of programs' folders."""
+    def ensure_started(self) -> None:
+        """Start helper and thread unless they run."""
         with self._lock:
             if self._process is None:
                 self._starter = Worker("programs")
-                words = [sys.executable, "-I", "-S", "-c", KEEPER, f"{tempfile.gettempdir()}/{self._prefix}"]
+                words = [sys.executable, "-I", "-S", "-c", KEEPER, f"{tempfile.gettempdir()}/{self.prefix}"]
                 quiet = subprocess.DEVNULL
                 self._process = subprocess.Popen(
                     words, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
                 )
-        return self._prefix
 
     def start(self, words: Sequence[str], **options: Any) -> Process:
-        """Start a program in the thread. ``options`` are those of Popen. ``prefix`` must have been called."""
+        """Start a program in the thread. ``options`` are those of Popen. ``ensure_started`` comes first."""
         return self._starter.submit(partial(subprocess.Popen, words, **options)).result(START_SECONDS)
 
 
@@ -201,8 +202,9 @@ class Confined:
         with tempfile.TemporaryFile() as asked, ExitStack() as files:
             asked.write(text)
             asked.seek(0)
+            _keeper.ensure_started()  # before there is a folder, which it may have to remove
             folder = files.enter_context(
-                tempfile.TemporaryDirectory(prefix=_keeper.prefix(), ignore_cleanup_errors=True)
+                tempfile.TemporaryDirectory(prefix=_keeper.prefix, ignore_cleanup_errors=True)
             )
             self._said, self._errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
             self.process = _keeper.start(

@@ -129,7 +129,13 @@ class Function:
         sizes = [len(value) for value in self._fields(fields).values() if isinstance(value, SEQUENCES)]
         longest = max(sizes, default=0)
         several = min(1 + longest, TRIAL_COMPLETIONS) if self._together else 1
-        error, signals, where = _tried(lambda: self([(fields, "")] * several), min(seconds, TRIAL_SECONDS))
+        succeeded = self._first_call([(fields, "")] * several, seconds)
+        if succeeded and self._together and longest >= several:
+            self._second_call(fields, several, seconds)
+
+    def _first_call(self, answers: Sequence[Answer], seconds: float) -> bool:
+        """Call the function, and warn or raise ConfigError about a fault; return whether it gave numbers."""
+        error, signals, where = _tried(lambda: self(answers), min(seconds, TRIAL_SECONDS))
         if where and seconds <= TRIAL_SECONDS:
             raise ConfigError(
                 f"{self.key} ran for {seconds:g} s on an empty completion, last at {where}: {IN_TIME}"
@@ -149,19 +155,23 @@ class Function:
             raise ConfigError(
                 f"{self.key} raised {in_words(error)}, whatever the completion: correct its arguments"
             )
+        if isinstance(error, NoNumberError):  # other errors may be caused by the empty text
+            raise ConfigError(str(error))
         if isinstance(error, FileNotFoundError):
             log.warning("%s %s on an empty completion: %s", self.key, raised_at(error), OF_A_FILE)
-        elif error and not isinstance(error, NoNumberError):
+        elif error:
             what = ONE_ROW if self._together and isinstance(error, OF_ANOTHER_SHAPE) else ONE_GROUP
             log.warning("%s %s on empty completions: %s", self.key, raised_at(error), what)
-        if self._together and longest >= several and error is None and not where:
-            cut = {
-                name: value[: several - 1] if isinstance(value, SEQUENCES) else value
-                for name, value in fields.items()
-            }
-            miscounted = _tried(lambda: self([(cut, "")] * several), min(seconds, TRIAL_SECONDS))[0]
-            error = miscounted if isinstance(miscounted, CountError) else None
-        if isinstance(error, NoNumberError):  # other errors may be caused by the empty text
+        return error is None and not where
+
+    def _second_call(self, fields: Fields, several: int, seconds: float) -> None:
+        """Call the function with fields cut short; raise ConfigError unless it gives ``several`` numbers."""
+        cut = {
+            name: value[: several - 1] if isinstance(value, SEQUENCES) else value
+            for name, value in fields.items()
+        }
+        error = _tried(lambda: self([(cut, "")] * several), min(seconds, TRIAL_SECONDS))[0]
+        if isinstance(error, CountError):
             raise ConfigError(str(error))
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
