@@ -193,7 +193,7 @@ class ProgramSession:
         repeats = {
             len(known): sequence
             for sequence, (described, known) in self._known.items()
-            if described == tools and known == messages[: len(known)] != messages
+            if described == tools and len(known) < len(messages) and known == messages[: len(known)]
         }
         most = max(repeats, default=0)
         self.sequence = repeats.get(most, len(self._known))
