@@ -173,7 +173,7 @@ class Scorer:
         ended = underway is not None and any(call.startswith("correct()") for call in underway.ends)
         self._answers_at_once = 1 if ended else ANSWERS_AT_ONCE
         self._waiting: deque[Future[Scored]] = deque()
-        self._unscored: deque[Group] = deque()  # groups for the reference that was requested last
+        self._unscored: deque[Group] = deque()  # all for one reference, the one that was requested last
         self._answers: deque[Group] = deque()
         self._judging: deque[Future[list[Judged]]] = deque()
         self._check: EngineCheck | None = None
@@ -195,7 +195,7 @@ class Scorer:
             self._wanted = step
             while self._answers:
                 self._judge_next()
-            self._unscored = deque()
+            self._unscored = deque()  # earlier groups stay in theirs, which is scored before the load
             self._do(self._load)
 
     @property
