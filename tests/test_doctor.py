@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tba_hpc.checks import machine, slurm_checks, trial
+from tba_hpc.checks import folders, gpus, machine, network, slurm_checks, trial
 from tba_hpc.checks.config_checks import check_hub, check_resources
 from tba_hpc.checks.facts import Check, Facts, Finding, SlurmFacts, ok, run_checks
 from tba_hpc.checks.lists import LOGIN_NODE, RUN, START
@@ -118,13 +118,13 @@ def test_nvidia_smi_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     program.write_text(f'#!/bin/sh\ncat {tmp_path}/$([ "$1" = -L ] && echo list || echo table)\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    machine.nvidia_smi.cache_clear()
-    assert machine.nvidia_smi() == A100
+    gpus.nvidia_smi.cache_clear()
+    assert gpus.nvidia_smi() == A100
     broken = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
     program.write_text(f'#!/bin/sh\necho "{broken}"\n')
-    machine.nvidia_smi.cache_clear()
-    assert machine.nvidia_smi() == ((), "", "", broken)
-    machine.nvidia_smi.cache_clear()
+    gpus.nvidia_smi.cache_clear()
+    assert gpus.nvidia_smi() == ((), "", "", broken)
+    gpus.nvidia_smi.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -139,23 +139,23 @@ def test_nvidia_smi_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_a_path_is_on_the_innermost_mount(path: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _mount(monkeypatch, MOUNTS)
-    assert machine.mount_kind(Path(path)) == kind
+    assert folders.mount_kind(Path(path)) == kind
 
 
 @pytest.mark.parametrize("mounts", [{}, {"/proc": "proc"}])
 def test_a_chroot_has_no_mount_for_its_root(mounts: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     _mount(monkeypatch, mounts)
-    assert machine.mount_kind(Path("/home/runs")) == "an unknown file system"
+    assert folders.mount_kind(Path("/home/runs")) == "an unknown file system"
 
 
 def test_the_mounts_of_this_machine_are_read() -> None:
-    assert machine.mount_kind(Path("/proc/self")) == "proc"
+    assert folders.mount_kind(Path("/proc/self")) == "proc"
 
 
 def _mount(monkeypatch: pytest.MonkeyPatch, kinds: dict[str, str]) -> None:
     """Let the machine have these mounts, and no others."""
     listed = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in kinds.items()]
-    monkeypatch.setattr(machine.psutil, "disk_partitions", lambda all: listed)
+    monkeypatch.setattr(folders.psutil, "disk_partitions", lambda all: listed)
 
 
 # --- A check that crashes ---
@@ -181,13 +181,13 @@ def test_a_check_that_crashes_is_a_finding_and_ends_nothing() -> None:
 
 def test_python_in_a_folder_of_this_machine_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(venv: str, **environment: str) -> list[Finding]:
-        return list(machine.check_interpreter(Facts(site=Site(venv=venv), environment=environment)))
+        return list(folders.check_interpreter(Facts(site=Site(venv=venv), environment=environment)))
 
     _says(
         found("/tmp/clone/.venv"), "warning", "/tmp/clone/.venv/bin/python", "each node has a /tmp of its own"
     )
     _says(found("/scratch/7/.venv", TMPDIR="/scratch/7"), "warning", "a /scratch/7 of its own", "venv")
-    monkeypatch.setattr(machine, "OWN_FOLDERS", ("/nowhere",))
+    monkeypatch.setattr(folders, "OWN_FOLDERS", ("/nowhere",))
     _mount(monkeypatch, MOUNTS)
     assert found("/tmp/clone/.venv") == [] == found("/scratch/clone/.venv")
     _says(found("/dev/shm/.venv"), "warning", "each node has memory of its own")
@@ -195,17 +195,17 @@ def test_python_in_a_folder_of_this_machine_alone_is_told(monkeypatch: pytest.Mo
 
 def test_files_in_a_folder_of_this_machine_alone_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is said where the only node is this machine, whose tools a cluster of one may use."""
-    monkeypatch.setattr(machine, "OWN_FOLDERS", ("/scratch",))
+    monkeypatch.setattr(folders, "OWN_FOLDERS", ("/scratch",))
     _mount(monkeypatch, MOUNTS)
     config = parse_config({"model": {"path": "/scratch/model"}, "task": {"name": "arithmetic"}})
     facts = Facts(site=Site(venv="/home/.venv"), config=config, environment={})
     said = ("model.path=/scratch/model is on this machine", "each node has a /scratch of its own")
-    _says(machine.check_interpreter(facts), "warning", *said)
+    _says(folders.check_interpreter(facts), "warning", *said)
     here = socket.gethostname().partition(".")[0]
     for nodes in (here, "localhost"):
-        assert not list(machine.check_interpreter(replace(facts, partitions=({"Nodes": nodes},))))
+        assert not list(folders.check_interpreter(replace(facts, partitions=({"Nodes": nodes},))))
     for partitions in ({"Nodes": f"{here},node7"},), ({"Nodes": here}, {"Nodes": "node7"}):
-        assert list(machine.check_interpreter(replace(facts, partitions=partitions)))
+        assert list(folders.check_interpreter(replace(facts, partitions=partitions)))
 
 
 def test_what_vllm_lacks_is_a_problem_where_it_runs(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_kernels_of_gpus_need_a_compiler_and_pythons_header(tmp_path: Path) -> N
     clang.touch(mode=0o755)
 
     def found(include: Path = tmp_path, **environment: str) -> list[Finding]:
-        return list(machine.judge_compiler({"PATH": "", **environment}, include))
+        return list(gpus.judge_compiler({"PATH": "", **environment}, include))
 
     _says(found(), "problem", "C compiler", "apt-get install gcc")
     _says(found(tmp_path / "none", CC="icx"), "problem", f"{tmp_path}/none lacks it", "python3-dev")
@@ -256,7 +256,7 @@ def _facts(slurm_facts: SlurmFacts = ASKED, site: Site | None = None, library: s
 
 
 def test_a_good_cluster_has_no_findings_but_good_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "OWN_FOLDERS", ())  # this clone may lie in one
+    monkeypatch.setattr(folders, "OWN_FOLDERS", ())  # this clone may lie in one
     site = Site(gpus_per_node=0)  # torch is built for the CPU here
     findings = list(run_checks(LOGIN_NODE, _facts(site=site, library="Open MPI v5.0.11")))
     assert {finding.level for finding in findings} == {"ok"}, findings
@@ -622,12 +622,12 @@ def test_gpus_fit_the_site_and_torch(
     level: str,
     words: tuple[str, ...],
 ) -> None:
-    _says([machine.judge_gpus(expected, *found, *torch)], level, *words)
+    _says([gpus.judge_gpus(expected, *found, *torch)], level, *words)
 
 
 def test_the_run_root_must_carry_a_run(tmp_path: Path) -> None:
     def kind(name: str, *, shared: bool) -> list[Finding]:
-        return [machine.judge_kind(Path("/runs"), name, shared=shared)]
+        return [folders.judge_kind(Path("/runs"), name, shared=shared)]
 
     _says(kind("lustre", shared=True), "ok", "lustre")
     _says(kind("fuse.juicefs", shared=True), "ok")
@@ -636,25 +636,25 @@ def test_the_run_root_must_carry_a_run(tmp_path: Path) -> None:
     _says(kind("tmpfs", shared=False), "warning", "lost at a reboot")
     for name in ("tmpfs", "ramfs"):
         _says(kind(name, shared=True), "problem", f"{name}, which other nodes do not see", "--run-root")
-    alone = machine.judge_kind(Path("/runs"), "tmpfs", shared=True, several=False)
+    alone = folders.judge_kind(Path("/runs"), "tmpfs", shared=True, several=False)
     _says([alone], "warning", "which other nodes do not see")
-    _says([machine.judge_space(10**12, 10**6)], "ok", "1,000,000 more files possible")
-    _says([machine.judge_space(10**12, None)], "ok", "1000.0 GB free")
-    _says([machine.judge_space(10**9, 10**6)], "warning", "1.0 GB free")
-    _says([machine.judge_space(10**12, 99)], "warning", "99 more files possible")
+    _says([folders.judge_space(10**12, 10**6)], "ok", "1,000,000 more files possible")
+    _says([folders.judge_space(10**12, None)], "ok", "1000.0 GB free")
+    _says([folders.judge_space(10**9, 10**6)], "warning", "1.0 GB free")
+    _says([folders.judge_space(10**12, 99)], "warning", "99 more files possible")
     findings = {
-        finding.name: finding for finding in machine.check_folder(Facts(root=tmp_path / "not/made/yet"))
+        finding.name: finding for finding in folders.check_folder(Facts(root=tmp_path / "not/made/yet"))
     }
     assert set(findings) == {"run root", "file system", "disk space"}
     assert findings["run root"].level == "ok" and list(tmp_path.iterdir()) == [], "it leaves nothing"
-    _says(machine.check_folder(Facts(root=Path("/proc/runs"))), "problem", "cannot write to /proc/runs")
+    _says(folders.check_folder(Facts(root=Path("/proc/runs"))), "problem", "cannot write to /proc/runs")
 
 
 # --- File systems, clocks and nodes that would hurt a run: planted ---
 
 
 def _of_folder(folder: Path, name: str) -> list[Finding]:
-    return [finding for finding in machine.check_folder(Facts(root=folder)) if finding.name == name]
+    return [finding for finding in folders.check_folder(Facts(root=folder)) if finding.name == name]
 
 
 def test_a_folder_without_atomic_hard_links_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -663,7 +663,7 @@ def test_a_folder_without_atomic_hard_links_is_named(tmp_path: Path, monkeypatch
 
     assert _of_folder(tmp_path, "hard links") == []
     for link in (none, shutil.copyfile):  # none at all; a second one that replaces the first
-        monkeypatch.setattr(machine.os, "link", link)
+        monkeypatch.setattr(folders.os, "link", link)
         _says(_of_folder(tmp_path, "hard links"), "problem", "started twice at once", "--run-root")
 
 
@@ -683,18 +683,18 @@ def test_a_run_that_exists_is_not_sent_to_another_folder(
 
     config, _, _ = trial.prepare(Site(gpus_per_node=0), tmp_path, None)
     facts = Facts(root=tmp_path, config=config)
-    monkeypatch.setattr(machine, "publish", full)
+    monkeypatch.setattr(folders, "publish", full)
     words = f"cannot write to {tmp_path}: {os.strerror(fault)}"
-    _says(machine.check_folder(facts), "problem", words, "choose another folder with --run-root")
+    _says(folders.check_folder(facts), "problem", words, "choose another folder with --run-root")
     RunDir.create(config)
-    _says(machine.check_folder(facts), "problem", f"{words}: {remedy}")
+    _says(folders.check_folder(facts), "problem", f"{words}: {remedy}")
 
 
 def test_nodes_whose_stamps_differ_by_more_than_a_lease_are_named() -> None:
-    _says(machine.judge_clocks({"n1": 1e9, "n2": 1e9 + 49}), "ok", "2 nodes differ by less than 50 s")
+    _says(folders.judge_clocks({"n1": 1e9, "n2": 1e9 + 49}), "ok", "2 nodes differ by less than 50 s")
     words = ("n1 stamps its files 51 s ahead of n2", "ranks on n2 seem dead", "NTP")
-    _says(machine.judge_clocks({"n1": 1e9 + 51, "n2": 1e9, "n3": 1e9 + 9}), "problem", *words)
-    assert list(machine.judge_clocks({"n1": 1e9})) == []
+    _says(folders.judge_clocks({"n1": 1e9 + 51, "n2": 1e9, "n3": 1e9 + 9}), "problem", *words)
+    assert list(folders.judge_clocks({"n1": 1e9})) == []
 
 
 @pytest.mark.root("mounting a small file system")
@@ -781,26 +781,26 @@ def test_shared_memory_holds_two_copies_of_the_weights() -> None:
 
 
 def test_memory_that_cuda_does_not_register_is_told() -> None:
-    _says([machine.judge_registered_memory("some warning\ncudaError 0\n")], "ok", "at full speed")
-    _says([machine.judge_registered_memory("cudaError 0\na.py:1: UserWarning: old\n")], "ok", "at full speed")
+    _says([gpus.judge_registered_memory("some warning\ncudaError 0\n")], "ok", "at full speed")
+    _says([gpus.judge_registered_memory("cudaError 0\na.py:1: UserWarning: old\n")], "ok", "at full speed")
     late = "Command 'python' timed out after 60 seconds"
-    _says([machine.judge_registered_memory(late)], "warning", "does not register", late)
-    _says([machine.judge_registered_memory("cudaError 801\n")], "warning", "(cudaError 801)", "three times")
+    _says([gpus.judge_registered_memory(late)], "warning", "does not register", late)
+    _says([gpus.judge_registered_memory("cudaError 801\n")], "warning", "(cudaError 801)", "three times")
     _says(
-        [machine.judge_registered_memory("Traceback\nRuntimeError: no driver\n")],
+        [gpus.judge_registered_memory("Traceback\nRuntimeError: no driver\n")],
         "problem",
         "torch cannot use the GPUs (RuntimeError: no driver)",
         "LD_LIBRARY_PATH",
     )
-    _says([machine.judge_registered_memory("")], "problem", "no answer")
-    assert list(machine.check_registered_memory(Facts())) == []  # here is no GPU
+    _says([gpus.judge_registered_memory("")], "problem", "no answer")
+    assert list(gpus.check_registered_memory(Facts())) == []  # here is no GPU
 
 
 def test_gpus_for_one_process_alone_are_told() -> None:
-    assert list(machine.judge_modes("Default\nDefault\n")) == []
-    assert list(machine.judge_modes("[N/A]\n")) == []
-    _says(machine.judge_modes("Default\nExclusive_Process\n"), "problem", "mode of GPUs is Exclusive_Process")
-    _says(machine.judge_modes("Prohibited\n"), "problem", "mode of GPUs is Prohibited")
+    assert list(gpus.judge_modes("Default\nDefault\n")) == []
+    assert list(gpus.judge_modes("[N/A]\n")) == []
+    _says(gpus.judge_modes("Default\nExclusive_Process\n"), "problem", "mode of GPUs is Exclusive_Process")
+    _says(gpus.judge_modes("Prohibited\n"), "problem", "mode of GPUs is Prohibited")
 
 
 def test_packages_that_replace_those_of_the_environment_are_told(tmp_path: Path) -> None:
@@ -817,20 +817,20 @@ def test_packages_that_replace_those_of_the_environment_are_told(tmp_path: Path)
 
 
 def test_a_node_whose_name_leads_to_itself_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(machine.judge_host_name({"10.0.0.7"}, ["eth0"])) == []
-    assert list(machine.judge_host_name({"127.0.1.1", "fe80::1%eth0"}, ["eth0"])) == []
+    assert list(network.judge_host_name({"10.0.0.7"}, ["eth0"])) == []
+    assert list(network.judge_host_name({"127.0.1.1", "fe80::1%eth0"}, ["eth0"])) == []
     remedy = "set network_interface: eth0 in the site file"
-    loopback = machine.judge_host_name({"127.0.1.1", "::1"}, ["eth0", "eth1"])
+    loopback = network.judge_host_name({"127.0.1.1", "::1"}, ["eth0", "eth1"])
     _says(loopback, "warning", "own name leads to 127.0.1.1 and ::1 there", remedy)
-    _says(machine.judge_host_name(set(), []), "warning", "cannot be resolved", "set network_interface in the")
-    monkeypatch.setattr(machine, "_addresses", lambda: {"127.0.1.1"})
+    _says(network.judge_host_name(set(), []), "warning", "cannot be resolved", "set network_interface in the")
+    monkeypatch.setattr(network, "_addresses", lambda: {"127.0.1.1"})
     for interface, told in (("eth0", False), (None, True)):
-        found = list(machine.check_network(Facts(site=Site(network_interface=interface))))
+        found = list(network.check_network(Facts(site=Site(network_interface=interface))))
         assert any(finding.name == "host name" for finding in found) == told
 
 
 def test_equal_findings_of_several_nodes_are_told_once() -> None:
-    left = {host: list(machine.judge_host_name({"127.0.1.1"}, ["eth0"])) for host in ("n1", "n2")}
+    left = {host: list(network.judge_host_name({"127.0.1.1"}, ["eth0"])) for host in ("n1", "n2")}
     (told,) = trial._of_nodes(left)
     assert told.found.startswith("n1, n2: the node's own name leads to 127.0.1.1 there")
 
@@ -842,7 +842,7 @@ def test_memory_is_what_the_control_group_leaves(monkeypatch: pytest.MonkeyPatch
 
 def test_the_network_built_for_mpi_is_preferred_and_a_choice_is_checked() -> None:
     def check(chosen: str | None, **speeds: int) -> list[Finding]:
-        return [machine.judge_network(speeds, chosen)]
+        return [network.judge_network(speeds, chosen)]
 
     three = {"eno1": 100_000, "eno2": 0, "ib0": 0}
     _says(check(None, **three), "warning", "ib0, eno1, eno2:", "network_interface: ib0", "GLOO_SOCKET_IFNAME")

@@ -11,7 +11,7 @@ from shlex import quote
 import pytest
 from recorded import happen, new_run
 
-from tba_hpc.checks import machine
+from tba_hpc.checks import folders
 from tba_hpc.commands.submission import (
     Submission,
     load_anchored,
@@ -191,12 +191,12 @@ def test_script_in_a_job_takes_what_the_job_has(tmp_path: Path, monkeypatch: pyt
 def test_no_script_puts_a_run_of_several_nodes_into_the_memory_of_one(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "mount_kind", lambda _: kind)
-    monkeypatch.delenv(machine.NODES_SHARE_MEMORY, raising=False)
+    monkeypatch.setattr(folders, "mount_kind", lambda _: kind)
+    monkeypatch.delenv(folders.NODES_SHARE_MEMORY, raising=False)
     with pytest.raises(ConfigError, match=f"{tmp_path} is on {kind}, which other nodes do not see: put runs"):
         script(replace(SUBMISSION, run_root=tmp_path))
     assert "TRAINERS=" in script(replace(SUBMISSION, run_root=tmp_path, nodes=1))
-    monkeypatch.setenv(machine.NODES_SHARE_MEMORY, "1")
+    monkeypatch.setenv(folders.NODES_SHARE_MEMORY, "1")
     assert "TRAINERS=" in script(replace(SUBMISSION, run_root=tmp_path))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from tba_hpc.checks import machine, mpi_checks, trial
+from tba_hpc.checks import folders, mpi_checks, trial
 from tba_hpc.checks.facts import (
     NO_SITE,
     Facts,
@@ -63,7 +63,7 @@ def examine(site: Site | None, root: Path, model: str | None, *, seconds: float 
     findings = _login_node(site or NO_SITE, root, model, asked)
     if site is None:
         return findings
-    if seconds is None or any(f.name == machine.RUN_ROOT and f.level == "problem" for f in findings):
+    if seconds is None or any(f.name == folders.RUN_ROOT and f.level == "problem" for f in findings):
         return [*findings, _check_request(site, root)]
 
     def check_trial(_: Facts) -> list[Finding]:
@@ -120,8 +120,8 @@ def _seen_from_nodes(here: Sequence[Finding], there: Sequence[Finding]) -> list[
     joined = any(finding.name == trial.TITLE and finding.level == "ok" for finding in there)
     findings = []
     for finding in here:
-        if joined and finding.name == machine.FILE_SYSTEM:
-            findings.append(ok(machine.FILE_SYSTEM, "the nodes of the trial see the run root"))
+        if joined and finding.name == folders.FILE_SYSTEM:
+            findings.append(ok(folders.FILE_SYSTEM, "the nodes of the trial see the run root"))
         elif finding.name != mpi_checks.LIBRARY or finding.name not in known:
             findings.append(finding)
     return [*findings, *there]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tba_hpc.checks import config_checks, machine, mpi_checks, slurm_checks
+from tba_hpc.checks import config_checks, folders, gpus, machine, mpi_checks, network, slurm_checks
 
 JOBS = (
     slurm_checks.check_cluster,
@@ -46,31 +46,31 @@ SUBMIT = (
     *JOBS,
     slurm_checks.check_nodes,
     slurm_checks.check_variables,
-    machine.check_folder,
-    machine.check_interpreter,
+    folders.check_folder,
+    folders.check_interpreter,
     machine.check_packages,
     *CONFIG,
     config_checks.check_task,  # last, since it takes longest
 )
 """Checks before ``tba submit`` puts a run into the queue, where it may wait for hours."""
 
-ELASTIC = (*JOBS, slurm_checks.check_variables, machine.check_interpreter, config_checks.check_resources)
+ELASTIC = (*JOBS, slurm_checks.check_variables, folders.check_interpreter, config_checks.check_resources)
 """Checks before ``tba submit --elastic`` puts elastic searchers into the queue."""
 
 MACHINE = (
     machine.check_engine,
     machine.check_packages,
-    machine.check_gpus,
-    machine.check_compiler,
-    machine.check_folder,
+    gpus.check_gpus,
+    gpus.check_compiler,
+    folders.check_folder,
     machine.check_scratch,
     machine.check_shared_memory,
-    machine.check_registered_memory,
+    gpus.check_registered_memory,
     machine.check_model,
 )
 """Checks that ``tba doctor`` makes of any machine on which ranks will run."""
 
-NODE = (*MACHINE, machine.check_network)
+NODE = (*MACHINE, network.check_network)
 """Checks that ``tba doctor --launch`` makes on each node of its trial job."""
 
 LAPTOP = (
@@ -89,10 +89,10 @@ LOGIN_NODE = (
     slurm_checks.check_het_jobs,
     *JOBS,
     slurm_checks.check_preemption,
-    machine.check_torch,
-    machine.check_interpreter,
+    gpus.check_torch,
+    folders.check_interpreter,
     machine.check_packages,
-    machine.check_folder,
+    folders.check_folder,
     machine.check_model,
 )
 """Checks that ``tba doctor`` makes on the login node of a cluster."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from tba_hpc.checks import machine
+from tba_hpc.checks import folders, gpus, network
 from tba_hpc.checks.facts import Facts, Finding, ok, problem, warning
 from tba_hpc.checks.slurm_checks import check_job_requeue
 from tba_hpc.config import Config, parse_config
@@ -153,7 +153,7 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
     return [
         *findings,
         *_of_nodes(left),
-        *machine.judge_clocks(stamps),
+        *folders.judge_clocks(stamps),
         *check_job_requeue(facts),
         *(world or []),
     ]
@@ -167,7 +167,7 @@ def _of_nodes(left: dict[str, list[Finding]]) -> list[Finding]:
     hosts: dict[Finding, list[str]] = {}
     for host, findings in left.items():
         for finding in findings:
-            if finding.level != "ok" or finding.name in (machine.GPUS, machine.NETWORK):
+            if finding.level != "ok" or finding.name in (gpus.GPUS, network.NETWORK):
                 hosts.setdefault(finding, []).append(host)
     return [replace(finding, found=f"{', '.join(on)}: {finding.found}") for finding, on in hosts.items()]
 

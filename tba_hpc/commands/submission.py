@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tba_hpc.checks.facts import Facts, job_environment, refuse, run_checks
+from tba_hpc.checks.folders import check_file_system
 from tba_hpc.checks.lists import CONFIG, FILES
-from tba_hpc.checks.machine import check_file_system
 from tba_hpc.checks.resources import is_path, resources
 from tba_hpc.config import Config, ConfigError, load_config, shipped
 from tba_hpc.launch import snapshot
