@@ -508,6 +508,30 @@ def test_the_trainer_waits_for_a_shard_after_so_many_steps_without_and_after_a_r
     assert len(_losses(run)) == 13
 
 
+class Starting(Slow):
+    """An exchange whose searchers need a second until they deliver."""
+
+    def gather(self) -> bool:
+        """Called in waits alone."""
+        time.sleep(0.1)
+        return self.looks >= 10 or super().gather()
+
+    def publish(self, publication: Publication, write: Write) -> bool:
+        """Bring nothing."""
+        return True
+
+
+def test_the_first_step_begins_when_completions_have_arrived(tmp_path: Path) -> None:
+    config = make_config(tmp_path, train={"steps": 2})
+    run = RunDir.create(config)
+    parts, exchange = TrainerParts(config, run), Starting(_sealed(config, run, 2))
+    began = time.monotonic()
+    assert parts.build(exchange).run() and exchange.looks >= 5 and time.monotonic() - began > 0.5
+    records = read_metrics(run.metrics_file("trainer"))
+    seconds = [record["time/step_seconds"] for record in records if "time/step_seconds" in record]
+    assert len(seconds) == 2 and sum(seconds) < 0.4
+
+
 def test_a_replay_that_is_resumed_waits_for_no_shard(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     run = RunDir.create(config)

@@ -83,6 +83,22 @@ def test_ettr_is_the_seconds_of_steps_that_count_over_those_that_machines_were_h
     assert f"ETTR {70 / (65 + 110 + 80):.1%}".replace("%", " %") in written(run)
 
 
+def test_the_start_of_engines_is_neither_training_time_nor_effective(run: RunDir) -> None:
+    """A job of 100 s: engines start for 80 s, two steps of 5 s, and 10 s until it has ended."""
+    happen(run, 1000.0, "allocated", job="7", nodes="a")
+    happen(run, 1000.0, "start", job="7", attempt="attempt-001", trainers=1, searchers=2)
+    started = [
+        {"time": 1010.0, "event": "started", "step": 0},
+        {"time": 1020.0, "event": "waiting", "step": 0},
+    ]
+    write(run.metrics_file("trainer"), started)
+    assert summarise(run).train_seconds == 0
+    write(run.metrics_file("trainer"), [step(s, 1080.0 + 5 * s, loss=1.0, seconds=5.0) for s in (1, 2)])
+    happen(run, 1100.0, "finished", job="7")
+    summary = summarise(run)
+    assert (summary.train_seconds, summary.ettr) == (10.0, pytest.approx(0.1))
+
+
 def test_tables_are_json_on_request(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     resumed_run(run)
     print_summary(run, summarise(run), as_json=True)

@@ -188,6 +188,8 @@ class Trainer:
         added, held, filling = self.state.added, len(self.buffer), self.freshness.filling(self.step)
         self.state = self._merger.merge(self.state, shards, sync=self._schedule.version)
         if len(self.buffer) > held if filling else self.state.added > added:
+            if not self._last_arrival:
+                self._step_log.clock.reset()  # the first step begins now: until here engines were starting
             self._last_arrival = time.monotonic()
             if filling:
                 self.log_event("filling")

@@ -26,7 +26,7 @@ from tba_hpc.run.metrics import MetricsTail, Record, number
 
 log = logging.getLogger(__name__)
 
-FORMAT = 15
+FORMAT = 16
 """Version of digest files; digests of other versions are made again from the lines."""
 
 KEEP_SECONDS = 60.0
@@ -76,11 +76,12 @@ class Merged:
 
 @dataclass
 class Stretch:
-    """The span of time and steps that the trainer's records of one attempt cover.
+    """The span of time and steps in which the trainer of one attempt trained.
 
-    start, end: times of the first and last record, unix seconds. If the clock is set back, ``start`` moves
-    back as far, so that ``end − start`` stays right. first, last: steps of the first and last record.
-    event: the last record's event, empty if it has none.
+    start: time at which the attempt's first step began, unix seconds; until there is one, of the last record.
+    end: time of the last record. If the clock is set back, ``start`` moves back as far, so that
+    ``end − start`` stays right. first, last: steps of the first and last record. event: the last record's
+    event, empty if it has none. begun: whether a step was taken.
     """
 
     start: float
@@ -88,6 +89,7 @@ class Stretch:
     first: int
     last: int
     event: str = ""
+    begun: bool = False
 
 
 @dataclass
@@ -170,12 +172,16 @@ class TrainerDigest:
         if event in STARTS or not self.stretches:
             self.stretches.append(Stretch(when, when, step, step))
         now = self.stretches[-1]
-        now.start += min(0.0, when - now.end)
+        if now.begun:
+            now.start += min(0.0, when - now.end)
+        else:
+            now.start = when - number(record, "time/step_seconds", 0.0)
+        now.begun |= not event
         now.end, now.last, now.event = when, step, event
 
     @property
     def seconds(self) -> float:
-        """Wall time of all attempts, in seconds."""
+        """Wall time of training in all attempts, in seconds; see ``Stretch``."""
         return sum(stretch.end - stretch.start for stretch in self.stretches)
 
 

@@ -40,7 +40,7 @@ class Summary:
     ended_…: share of answers that are correct and were not cut off by a limit.
     perplexity_…: perplexity of the same answers under the policy of step ``perplexity_reference``; None
     without a reference model. perplexity_before is also None if another policy was the reference then.
-    train_seconds: wall time of the trainer's loop over all attempts, including waits and evaluations.
+    train_seconds: wall time of training over all attempts, including waits, but not the start of engines.
     ettr: effective training time ratio, see ``RunData.ettr``; None without a launcher's events.
     steps, attempts, redone, shards, trajectories, tokens, duplicates, evicted, dropped: see ``Counts``.
     generated_tokens: tokens that all searchers sampled, including those of evaluations and lost work.

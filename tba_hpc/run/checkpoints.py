@@ -66,7 +66,7 @@ class TrainerState:
     cursors: per searcher, the index of its next shard to merge; searchers of earlier attempts are included.
     trajectories, tokens: trajectories merged so far, and their completion tokens. added, duplicates, evicted:
     how many of these trajectories the buffer has stored, dropped as duplicates, and evicted. train_seconds:
-    wall time of the loop, summed over attempts. save_seconds: duration of the longest save of a checkpoint
+    wall time of the steps, summed over attempts. save_seconds: duration of the longest save of a checkpoint
     so far, from its copy in memory to its last file. run: identity of the run that wrote the checkpoint; 0 if
     unknown.
     """

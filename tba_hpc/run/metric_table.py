@@ -75,7 +75,9 @@ STEP = {
     "train/wait_share": _curve(
         "share", "wall time outside of forward, backward and optimizer; a start's first steps are left out"
     ),
-    "time/step_seconds": _curve("s", "one iteration of the trainer's loop"),
+    "time/step_seconds": _curve(
+        "s", "one iteration of the trainer's loop; the first begins when completions have arrived"
+    ),
     "time/learn_seconds": Metric("s", "part of time/step_seconds inside ``learner.step``"),
     "time/reference_seconds": Metric(
         "s", "part of time/step_seconds for log π_ref, if the trainer computes it"

@@ -204,12 +204,13 @@ class Clock:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Add the time spent in the block to ``name``, even if the block raises."""
+        """Add the time spent in the block since the last reset to ``name``, even if the block raises."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self._total[name] = self._total.get(name, 0.0) + time.perf_counter() - start
+            seconds = time.perf_counter() - max(start, self._since)
+            self._total[name] = self._total.get(name, 0.0) + seconds
 
     @property
     def wall(self) -> float:
