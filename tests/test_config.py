@@ -571,6 +571,17 @@ def test_missing_model_and_missing_file(tmp_path: Path) -> None:
         load_config(tmp_path / "absent.yaml")
 
 
+def test_a_command_may_be_one_line() -> None:
+    for given, words in (
+        ("/n.sh --to 'a b'", ("/n.sh", "--to", "a b")),
+        (["python", "x.py"], ("python", "x.py")),
+    ):
+        config = parse_config({"model": {"path": "a"}, "run": {"notify": {"command": given}}})
+        assert config.run.notify.command == words
+    with pytest.raises(ConfigError, match=r"the command \"a 'b\" has a quotation mark that nothing closes"):
+        parse_config({"model": {"path": "a"}, "run": {"notify": {"command": "a 'b"}}})
+
+
 def test_each_key_says_whether_a_resume_may_change_it() -> None:
     config = parse_config({"model": {"path": "a"}, "task": {"options": {"size": 3}}})
     keys = differences(config, parse_config({"model": {"path": "b"}})).keys()

@@ -6,6 +6,7 @@ The text under a key is its description in docs/config.md.
 from __future__ import annotations
 
 import math
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -54,6 +55,20 @@ MAY_CHANGE = "may change"
 MayChange = Annotated[T, MAY_CHANGE]
 """Type of a key that a resume may change. Other keys decide what the run learns, and stay as they are."""
 
+
+def _words(command: object) -> object:
+    """Split a command that is one line as a shell would; return any other value as it is."""
+    if not isinstance(command, str):
+        return command
+    try:
+        return shlex.split(command)
+    except ValueError:
+        raise ValueError(f"the command {command!r} has a quotation mark that nothing closes") from None
+
+
+Command = Annotated[tuple[Text, ...] | None, BeforeValidator(_words)]
+"""Words of a command, or one line, which is split as a shell would."""
+
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 """Name of an environment variable."""
 
@@ -61,9 +76,10 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 class NotifySection(Section):
     """One-line messages about a run's starts, alerts, silence and end; see ``tba watch``."""
 
-    command: MayChange[tuple[Text, ...] | None] = Field(None, min_length=1)
-    """Command that is run for each message, without a shell. The message is the last argument. The
-    environment variable TBA_EVENT says what the message is about: start, alert, silence or end."""
+    command: MayChange[Command] = Field(None, min_length=1)
+    """Command that is run for each message, without a shell: a list of words, or one line. The message is
+    the last argument. The environment variable TBA_EVENT says what the message is about: start, alert,
+    silence or end."""
     webhook_variable: MayChange[Variable | None] = None
     """Name of the environment variable that holds the address of a webhook, such as Slack's. Each message is
     sent there as a POST of {"text": message}. The address is never stored."""
@@ -141,10 +157,10 @@ class RewardSection(Section):
     url: MayChange[str | None] = None
     """Address of a judge, to which each completion is sent as a JSON POST. If ``model`` is set, this is an
     OpenAI-style chat endpoint, such as http://host:8000/v1/chat/completions."""
-    program: tuple[str, ...] | None = Field(None, min_length=1)
-    """Command that is run once per completion, without a shell. The word ``python`` stands for the run's
-    interpreter. Relative paths are looked up like modules. Its time and memory are limited, but its access
-    to files and the network is not (docs/own-task.md)."""
+    program: Command = Field(None, min_length=1)
+    """Command that is run once per completion, without a shell: a list of words, or one line. The word
+    ``python`` stands for the run's interpreter. Relative paths are looked up like modules. Its time and
+    memory are limited, but its access to files and the network is not (docs/own-task.md)."""
     weight: float = 1.0
     """Weight of this reward in the sum of rewards."""
     model: str | None = None
