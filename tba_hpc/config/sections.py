@@ -66,7 +66,7 @@ def _words(command: object) -> object:
         raise ValueError(f"the command {command!r} has a quotation mark that nothing closes") from None
 
 
-Command = Annotated[tuple[Text, ...] | None, BeforeValidator(_words)]
+Command = Annotated[tuple[str, ...] | None, BeforeValidator(_words)]
 """Words of a command, or one line, which is split as a shell would."""
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
