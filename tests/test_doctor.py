@@ -626,16 +626,21 @@ def test_gpus_fit_the_site_and_torch(
 
 
 def test_the_run_root_must_carry_a_run(tmp_path: Path) -> None:
-    def kind(name: str, *, shared: bool) -> list[Finding]:
-        return [folders.judge_kind(Path("/runs"), name, shared=shared)]
+    def kind(name: str, *, shared: bool, seen: bool = False) -> list[Finding]:
+        return [folders.judge_kind(Path("/runs"), name, shared=shared, seen=seen)]
 
     _says(kind("lustre", shared=True), "ok", "lustre")
     _says(kind("fuse.juicefs", shared=True), "ok")
-    _says(kind("ext4", shared=True), "warning", "ext4, which other nodes do not see")
+    _says(
+        kind("ext4", shared=True), "warning", "ext4, a local file system", "only if this machine exports it"
+    )
+    _says(kind("ext4", shared=True, seen=True), "ok", "ext4")
     _says(kind("ext4", shared=False), "ok")
     _says(kind("tmpfs", shared=False), "warning", "lost at a reboot")
     for name in ("tmpfs", "ramfs"):
-        _says(kind(name, shared=True), "problem", f"{name}, which other nodes do not see", "--run-root")
+        for seen in (False, True):
+            found = kind(name, shared=True, seen=seen)
+            _says(found, "problem", f"{name}, which other nodes do not see", "--run-root")
     alone = folders.judge_kind(Path("/runs"), "tmpfs", shared=True, several=False)
     _says([alone], "warning", "which other nodes do not see")
     _says([folders.judge_space(10**12, 10**6)], "ok", "1,000,000 more files possible")
@@ -648,6 +653,23 @@ def test_the_run_root_must_carry_a_run(tmp_path: Path) -> None:
     assert set(findings) == {"run root", "file system", "disk space"}
     assert findings["run root"].level == "ok" and list(tmp_path.iterdir()) == [], "it leaves nothing"
     _says(folders.check_folder(Facts(root=Path("/proc/runs"))), "problem", "cannot write to /proc/runs")
+
+
+def test_a_local_file_system_is_told_only_until_a_node_has_written_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head node of a small cluster exports its own disk."""
+    monkeypatch.setattr(folders, "mount_kind", lambda _: "ext4")
+    facts = Facts(root=tmp_path, shared=True)
+    (tmp_path / "first-seed0/slurm").mkdir(parents=True)
+    _says(
+        folders.check_file_system(facts),
+        "warning",
+        "ext4, a local file system",
+        "all nodes share: --run-root",
+    )
+    (tmp_path / "first-seed0/slurm/job-7.log").touch()
+    _says(folders.check_file_system(facts), "ok", "ext4")
 
 
 # --- File systems, clocks and nodes that would hurt a run: planted ---

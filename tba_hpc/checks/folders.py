@@ -25,7 +25,7 @@ from tba_hpc.run.files import publish
 from tba_hpc.run.owners import BEAT_SECONDS, SILENT_OWNER_SECONDS
 
 LOCAL = re.compile(r"tmpfs|ramfs|ext[234]|xfs|btrfs|zfs|f2fs|overlay|squashfs")
-"""Pattern of the types of file systems that only one machine sees."""
+"""Pattern of the types of file systems that only one machine sees, unless it exports them."""
 
 IN_MEMORY = ("tmpfs", "ramfs")
 """Types of file systems whose files are lost when the machine restarts."""
@@ -87,7 +87,13 @@ def check_file_system(facts: Facts) -> Iterator[Finding]:
     root, _, kind = _folder(facts.root)
     one_machine = facts.alone or (kind in IN_MEMORY and NODES_SHARE_MEMORY in facts.environment)
     several = facts.split is None or facts.split.nodes > 1
-    yield judge_kind(root, kind, shared=facts.shared and not one_machine, several=several)
+    shared = facts.shared and not one_machine
+    yield judge_kind(root, kind, shared=shared, several=several, seen=shared and _seen_by_a_job(root))
+
+
+def _seen_by_a_job(root: Path) -> bool:
+    """Return whether a job has written its log into a run in ``root``, as only a node that sees it can."""
+    return any(root.glob("*/slurm/job-*.log"))
 
 
 def _folder(root: Path) -> tuple[Path, Path, str]:
@@ -149,18 +155,20 @@ def judge_clocks(stamps: Mapping[str, float]) -> Iterator[Finding]:
         yield ok(CLOCKS, found)
 
 
-def judge_kind(root: Path, kind: str, *, shared: bool, several: bool = True) -> Finding:
+def judge_kind(root: Path, kind: str, *, shared: bool, several: bool = True, seen: bool = False) -> Finding:
     """Return the finding on whether the file system of ``root`` is persistent, and may be seen by all nodes.
 
     shared: whether other machines must see ``root``. several: whether the job has several nodes. If both,
-    a ``root`` in the memory of one machine is a problem, not only a warning.
+    a ``root`` in the memory of one machine is a problem, not only a warning. seen: whether a node is known to
+    see ``root``, so that a local file system must be exported to it.
     """
-    if shared and LOCAL.fullmatch(kind):
-        level: Level = "problem" if several and kind in IN_MEMORY else "warning"
-        found = f"{root} is on {kind}, which other nodes do not see"
-        return Finding(
-            FILE_SYSTEM, level, found, "put runs on a file system that all nodes share: --run-root"
-        )
+    remedy = "put runs on a file system that all nodes share: --run-root"
+    if shared and kind in IN_MEMORY:
+        level: Level = "problem" if several else "warning"
+        return Finding(FILE_SYSTEM, level, f"{root} is on {kind}, which other nodes do not see", remedy)
+    if shared and not seen and LOCAL.fullmatch(kind):
+        found = f"{root} is on {kind}, a local file system, which nodes see only if this machine exports it"
+        return warning(FILE_SYSTEM, found, f"if it does not, {remedy}")
     if kind in IN_MEMORY:
         found = f"{root} is on {kind}, which uses memory and is lost at a reboot"
         return warning(FILE_SYSTEM, found, "put runs on a disk: run.root")
