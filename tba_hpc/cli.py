@@ -486,7 +486,7 @@ def trial_rank(verb: str, run: RunPath) -> None:
 
 @app.command("plan", rich_help_panel=BEFORE)
 def plan_run(
-    config: ConfigPath,
+    config: ConfigOrRun,
     site: SitePath = None,
     gpu: Annotated[str | None, typer.Option(help="Kind of GPU, such as a100-40 or h100-80.")] = None,
     gpus: Annotated[
@@ -499,9 +499,10 @@ def plan_run(
 ) -> None:
     """Estimate whether a run fits in GPU memory; if not, say which keys would help, and exit 1."""
     from tba_hpc.checks import planner
+    from tba_hpc.commands.submission import file_and_overrides
 
     fits = planner.plan_run(
-        load_config(config, overrides),
+        load_config(*file_and_overrides(config, overrides or [])),
         site=site,
         gpu=gpu,
         gpus=gpus,

@@ -27,6 +27,7 @@ from tba_hpc.checks.planner.memory import Items
 from tba_hpc.checks.planner.shapes import load_shape
 from tba_hpc.config import Config, ConfigError, load_config, shipped
 from tba_hpc.core.model_shapes import shape_of
+from tba_hpc.run.directory import RunDir
 
 QWEN_7B = shape_of(KNOWN["Qwen/Qwen2.5-7B"]).parameters
 """7.6 G; test_planner_measured.py counts all shapes."""
@@ -390,6 +391,15 @@ def test_advice_never_shrinks_a_cache_that_is_too_small() -> None:
     assert _advice("generator.tensor_parallel=8", gpu="h200-141") == [], "no key but the one in the problem"
 
 
+def test_ranks_that_share_gpus_are_given_gpus_not_more_ranks() -> None:
+    config = _qwen7b("train.tokens_per_micro_batch=3072", OFFLOAD)
+    more, trainer, _ = advice(config, estimate(config, GPUS["a100-40"], gpus=1))
+    assert more == "no GPU holds more than one rank with --gpus 8", "four trainers and four searchers"
+    assert trainer == "a trainer takes less with model.lora"
+    alone = _qwen7b("launch.trainers=1", "train.zero_stage=2")
+    assert "launch.trainers" not in " ".join(advice(alone, estimate(alone, GPUS["a100-40"], gpus=2)))
+
+
 # --- The command ---
 
 
@@ -414,15 +424,31 @@ def test_a_site_says_how_many_gpus_a_node_has_and_which() -> None:
     assert [device["count"] for device in values["devices"]] == [4, 12]
 
 
+def test_gpus_that_stay_idle_are_told() -> None:
+    """Of two trainer nodes seven GPUs train, since they share a step's 7 prompts."""
+    words = ("plan", "math_gsm8k", "--site", "generic", "--nodes", 8)
+    idle = "1 GPU stays idle, since the trainer ranks must divide train.prompts_per_step=7"
+    assert f"note: {idle}" in " ".join(tba(*words).stdout.split())
+    assert json.loads(tba(*words, "--json").stdout)["notes"][0].startswith(idle)
+
+
+def test_a_run_is_planned_like_its_config(tmp_path: Path) -> None:
+    config = load_config(Path("math_gsm8k"), ["train.steps=7", f"run.root={tmp_path}"])
+    run = RunDir.create(config)
+    assert tba("plan", run.path).stdout == tba("plan", "math_gsm8k", "--set", "train.steps=7").stdout != ""
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (("--gpu", "h100"), "--gpu h100 is not known: valid are t4-16, l4-24, a10-24"),
         (("--nodes", 2), "--nodes 2 has no meaning without a cluster: add --site"),
         (("--gpus", 2, "--site", "generic"), "--gpus 2 contradicts --site"),
+        (("--site", "cpu.yaml"), "gpus_per_node=0, but tba plan estimates only the memory of GPUs: choose a"),
         (("--set", "model.path=org/unknown"), "model.path=org/unknown has no config.json that can be read"),
     ],
 )
 def test_bad_input_is_one_sentence(words: tuple[object, ...], sentence: str) -> None:
+    Path("cpu.yaml").write_text("{gpus_per_node: 0, ranks_per_node: 2}")
     done = tba("plan", "math_gsm8k", *words)
     assert done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1, done

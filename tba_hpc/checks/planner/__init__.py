@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,14 @@ def plan_run(
     if cluster and gpus:
         raise ConfigError(f"--gpus {gpus} contradicts --site, whose gpus_per_node counts: remove one of them")
     if cluster and not cluster.gpus_per_node:
-        raise ConfigError(f"the site {site} has gpus_per_node=0: choose one with GPUs")
+        raise ConfigError(
+            f"the site {site} has gpus_per_node=0, but tba plan estimates only the memory of GPUs: choose a "
+            "site with GPUs"
+        )
+    remarks: tuple[str, ...] = ()
     if cluster and nodes:
         split = plan(config, cluster, nodes)
+        remarks = split.remarks
         config = parse_config(config.model_dump(mode="json", exclude_unset=True), split.overrides)
     asked = config.launch.trainers + config.launch.searchers * config.generator.tensor_parallel
     spread = cluster is not None and asked > cluster.gpus_per_node
@@ -72,10 +77,10 @@ def plan_run(
         prompt_tokens=prompt_tokens,
     )
     if as_json:
-        print(json.dumps(as_values(config, found), indent=2))
+        print(json.dumps(as_values(config, found, remarks), indent=2))
         return not found.problems
     console = Terminal()
-    for part in (*_head(config, found), _table(found), *_verdict(config, found)):
+    for part in (*_head(config, found), _table(found), *_verdict(config, found, remarks)):
         console.print(Text(part) if isinstance(part, str) else part)
     return not found.problems
 
@@ -86,11 +91,11 @@ def _gpu_of(site: Site | None) -> Gpu:
     return max(named, key=lambda gpu: gpu.memory, default=GPUS[DEFAULT_GPU])
 
 
-def as_values(config: Config, found: Estimate) -> dict[str, Any]:
-    """Return the estimate as plain values for JSON; sizes in bytes."""
+def as_values(config: Config, found: Estimate, remarks: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the estimate as plain values for JSON; sizes in bytes. remarks: of the plan of a job's nodes."""
     return asdict(found) | {
         "devices": [{"holds": device.name, **asdict(device)} for device in found.devices],
-        "notes": _notes(config),
+        "notes": [*remarks, *_notes(config)],
         "fits": not found.problems,
     }
 
@@ -127,8 +132,8 @@ def _table(found: Estimate) -> Table:
     return table
 
 
-def _verdict(config: Config, found: Estimate) -> Iterator[str]:
-    yield from (f"note: {note}" for note in _notes(config))
+def _verdict(config: Config, found: Estimate, remarks: Sequence[str]) -> Iterator[str]:
+    yield from (f"note: {note}" for note in (*remarks, *_notes(config)))
     yield CAVEAT
     yield from (f"does not fit: {problem}" for problem in found.problems)
     yield from (f"  {sentence}" for sentence in advice(config, found))

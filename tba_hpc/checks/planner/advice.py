@@ -23,12 +23,19 @@ Choices = Iterable[tuple[object, str]]
 def advice(config: Config, found: Estimate) -> Iterator[str]:
     """Yield suggestions, a sentence for each: trainers or searchers lack memory, a KV cache is too small."""
     short = {rank for device in found.devices if device.lacks == "memory" for rank in device.ranks}
+    if short and _share_gpus(found):
+        most = sum(device.count * len(device.ranks) for device in found.devices)
+        yield f"no GPU holds more than one rank with --gpus {most}"
     if TRAINER in short:
         yield from _sentence("a trainer takes less with", _smaller_trainer(config, found))
     if SEARCHER in short:
         yield from _sentence("a searcher takes less with", _smaller_searcher(config, found))
     if any(device.lacks == "KV cache" for device in found.devices):
         yield from _sentence("a sequence fits into the KV cache with", _larger_cache(config, found))
+
+
+def _share_gpus(found: Estimate) -> bool:
+    return any(len(device.ranks) > 1 for device in found.devices)
 
 
 def _sentence(start: str, choices: Choices) -> Iterator[str]:
@@ -38,7 +45,7 @@ def _sentence(start: str, choices: Choices) -> Iterator[str]:
 
 
 def _smaller_trainer(config: Config, found: Estimate) -> Choices:
-    train, items = config.train, found.items[TRAINER]
+    train, items, spread = config.train, found.items[TRAINER], not _share_gpus(found)
     backward, alone = "activations" in items, config.launch.trainers == 1
     searchers_fit = not any(device.problem for device in found.devices if SEARCHER in device.ranks)
     return (
@@ -47,8 +54,11 @@ def _smaller_trainer(config: Config, found: Estimate) -> Choices:
             backward and found.micro_batch_tokens > config.model.context_length,
             f"a smaller train.tokens_per_micro_batch (at least {config.model.context_length})",
         ),
-        (train.zero_stage < 3, "train.zero_stage=3" + (" with several launch.trainers" if alone else "")),
-        (train.zero_stage == 3, "more launch.trainers"),
+        (
+            train.zero_stage < 3 and (spread or not alone),
+            "train.zero_stage=3" + (" with several launch.trainers" if alone else ""),
+        ),
+        (train.zero_stage == 3 and spread, "more launch.trainers"),
         (searchers_fit and "reference, loaded when needed" in items, "train.reference.scored_by=searcher"),
         (not train.offloads_optimizer, OFFLOAD),
         (not config.model.lora, "model.lora"),
