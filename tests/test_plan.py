@@ -69,8 +69,7 @@ def test_ranks_follow_from_nodes(
 
 def test_the_split_is_told_in_words() -> None:
     assert plan(_config(8), Site(), 8).why == (
-        "2 nodes to train (one node in four, as in the paper) and 6 nodes to search: "
-        "8 trainer ranks, 24 searchers"
+        "2 nodes to train (one in four, at least one) and 6 nodes to search: 8 trainer ranks, 24 searchers"
     )
     assert "as asked" in plan(_config(8), Site(), 8, 2).why
     assert plan(_config(7), Site(), 8).why.endswith(
@@ -184,6 +183,7 @@ def test_all_nodes_train_where_searchers_come_by_themselves(nodes: int) -> None:
         (_config(8, 2), Site(gpus_per_node=0), 2, None, "tensor_parallel=2 needs GPUs"),
         (_config(), Site(gpus_per_node=1), 1, None, "one node has room for 1 GPU, too few"),
         (_config(8, 4), Site(), 1, None, "use --nodes 2"),
+        (_config(8), Site(gpus_per_node=0, ranks_per_node=1), 1, None, "2, or raise ranks_per_node in the"),
     ],
 )
 def test_an_impossible_split_is_one_sentence(

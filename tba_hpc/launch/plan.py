@@ -371,8 +371,8 @@ def plan(
     """Split the nodes of a job between the roles: ``trainer_nodes`` train, the rest search.
 
     nodes: number of nodes; both roles share a single one. trainer_nodes: None means one node in four, as in
-    the paper. It may equal ``nodes`` if elastic searchers can join (launch.elastic). homogeneous: use one
-    allocation even if the site has het jobs. Raises ConfigError for an impossible split.
+    the paper, but at least one. It may equal ``nodes`` if elastic searchers can join (launch.elastic).
+    homogeneous: use one allocation even if the site has het jobs. Raises ConfigError for an impossible split.
     """
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes} is too few: ask for at least 1")
@@ -380,7 +380,7 @@ def plan(
     alone = trainer_nodes == nodes and config.launch.elastic > 0
     if nodes == 1 and not alone:
         return _within_a_node(config, site, trainer_nodes, units, engine)
-    how = "one node in four, as in the paper" if trainer_nodes is None else "as asked"
+    how = "one in four, at least one" if trainer_nodes is None else "as asked"
     train = max(1, nodes // 4) if trainer_nodes is None else trainer_nodes
     if not (1 <= train < nodes or alone):
         raise ConfigError(
@@ -439,9 +439,10 @@ def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, units:
     ranks = _divisor(config, max(1, units // 4))
     searchers = (units - ranks) // engine
     if searchers < 1:
+        more = "" if site.gpus_per_node else ", or raise ranks_per_node in the site file"
         raise ConfigError(
             f"one node has room for {count(units, _unit(site))}, too few for a trainer and an engine of "
-            f"generator.tensor_parallel={engine}: use --nodes 2"
+            f"generator.tensor_parallel={engine}: use --nodes 2{more}"
         )
     split = Plan(
         form="homogeneous",

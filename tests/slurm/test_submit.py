@@ -525,7 +525,7 @@ def test_submit_says_what_it_did_and_what_comes_next(
     )  # so that it stays queued
     done = subprocess.run([*SUBMIT, *files], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert "1 node to train (one node in four, as in the paper) and 2 nodes to search" in done.stdout
+    assert "1 node to train (one in four, at least one) and 2 nodes to search" in done.stdout
     assert f"run directory {tmp_path}/runs/small-seed0" in done.stdout
     for command in ("tba logs ", "squeue --jobs ", "tba stop ", "scancel ", "tools/submit.py"):
         assert command in done.stdout
