@@ -216,8 +216,12 @@ WRONG: dict[str, Case] = {
         {"search/truncated_share": lambda step: step / 200}
     ),
     "Trainer has waited 70 % of its time: .* launch.searchers": case({"train/wait_share": always(0.7)}),
-    "The reward takes 90 % of the searchers' time since step 0: searchers wait for": case(
+    "The reward takes 90 % of the searchers' time: searchers wait for it. .* let rewards": case(
         {"search/reward_share": always(0.9)}
+    ),
+    "The reward takes 100 % of the searchers' time: .* raise its concurrency .now 3. if": case(
+        {"search/reward_share": lambda step: 2.12 * (step % 2)},  # a group's reward takes two records' time
+        task={"name": "jsonl", "train_file": "x", "reward": {"program": ["true"], "concurrency": 3}},
     ),
     "Searchers idle 80 % of their time since step .*launch.trainers": case(
         {"search/paused_share": always(0.8)}

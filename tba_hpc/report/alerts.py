@@ -594,17 +594,24 @@ def _slow_partner(view: View) -> str:
 
 
 def slow_reward(view: View) -> Alert | None:
-    """Alert if rewards take more than 70 % of the searchers' time."""
-    wrong = view.wrong_since("search/reward_share", lambda share: share > 0.7)
-    if not wrong or len(view.values("search/reward_share")) < LEAST_POINTS:
+    """Alert if rewards take more than 70 % of the searchers' time, on average over the newest records.
+
+    A record counts all of a group's time if its reward ends then, so that single values may be 0 or above 1.
+    """
+    share = view.trends.latest("search/reward_share")
+    if share is None or share <= 0.7 or len(view.values("search/reward_share")) < LEAST_POINTS:
         return None
+    at_once = min(
+        (one.concurrency for one in view.config.task.reward.values() if not one.function), default=0
+    )
+    parallel = "let rewards() score a group's completions in parallel"
+    if at_once:
+        parallel = f"raise its concurrency (now {at_once}) if processors, or the judge, allow more"
     return _alert(
-        f"the reward takes {_share(wrong[0])} of the searchers' time",
-        wrong[1],
+        f"the reward takes {_share(min(1.0, share))} of the searchers' time",
         key="the task's reward",
         why="searchers wait for it",
-        remedy="make it faster, or let rewards() score a group's completions in parallel; "
-        "search/reward_seconds is its time per group",
+        remedy=f"make it faster, or {parallel}; search/reward_seconds is its time per group",
     )
 
 
