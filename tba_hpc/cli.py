@@ -49,7 +49,7 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except TyperException as error:
             name, said = ctx.invoked_subcommand, error.format_message().rstrip(".")
-            said = f"{said[0].lower()}{said[1:].replace('. Did', ': did')}"
+            said = f"{said[0].lower()}{said[1:].replace('. Did', ': did').replace('Value error, ', '')}"
             raise ConfigError(said if said.endswith("?") else f"{said}: {_call(name, said)}") from None
 
 

@@ -142,6 +142,7 @@ def test_a_run_that_does_not_exist_is_refused_at_once(
             "submit runs/it",
             "extra argument(s) (runs/it): a run or a config is given by --config, as in tba su",
         ),
+        ("evaluate m --split tset", "'--split': 'tset' is not one of 'train', 'validation', 'test': see tba"),
         ("submit --node 4", "option: --node (Possible options: --nodes): see tba submit --help\n"),
     ],
 )

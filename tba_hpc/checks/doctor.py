@@ -108,7 +108,8 @@ def _check_request(site: Site, root: Path) -> Finding:
     except LaunchError as error:
         remedy = "edit the site file; docs/config.md#site-files lists every key"
         return problem("request", str(error), remedy)
-    return ok("request", f"Slurm accepts a job of {trial.NODES} nodes: {answer}")
+    found = f"Slurm would accept a job of {trial.NODES} nodes; its answer to a dry run, which submits nothing"
+    return ok("request", f"{found}: {answer}")
 
 
 def _seen_from_nodes(here: Sequence[Finding], there: Sequence[Finding]) -> list[Finding]:

@@ -151,8 +151,10 @@ def judge_clocks(stamps: Mapping[str, float]) -> Iterator[Finding]:
         found = f"{early} stamps its files {apart:.0f} s ahead of {late}, so that ranks on {late} seem dead"
         yield problem(CLOCKS, found, "synchronise the nodes' clocks (NTP, chrony), or leave out one node")
     else:
-        found = f"the clocks of {len(stamps)} nodes differ by less than {LEASE_SECONDS:g} s"
-        yield ok(CLOCKS, found)
+        more = "with more, ranks would seem dead"
+        yield ok(
+            CLOCKS, f"the clocks of {len(stamps)} nodes differ by less than {LEASE_SECONDS:g} s ({more})"
+        )
 
 
 def judge_kind(root: Path, kind: str, *, shared: bool, several: bool = True, seen: bool = False) -> Finding:

@@ -14,7 +14,7 @@ from tba_hpc.checks.facts import Facts, ok, run_checks
 from tba_hpc.checks.lists import NODE
 from tba_hpc.checks.machine import model_bytes
 from tba_hpc.core.types import Role, WeightLayout
-from tba_hpc.core.wording import count
+from tba_hpc.core.wording import count, size
 from tba_hpc.exchange.mpi_world import LEADER, MpiWorld, Tag, library_version
 from tba_hpc.launch.mpi_library import describe
 from tba_hpc.launch.plan import Site
@@ -44,7 +44,8 @@ def join_trial(directory: RunDir, role: Role) -> None:
         found = f"{NBYTES >> 20} MiB to each of {count(len(set(world.hosts)), 'node')} in {seconds:.2f} s"
         if weights := model_bytes(model, facts.environment):
             took = weights * seconds / NBYTES
-            found += f"; the {weights / 1e9:.1f} GB of {model} would take about {took:.1f} s"
+            how_long = f"about {took:.1f} s" if took >= 0.1 else "less than 0.1 s"
+            found += f"; the {size(weights)} of {model} would take {how_long}"
         loaded = Facts(site=site, library=describe(library_version()))
         findings = [*mpi_checks.check_library(loaded), ok(trial.BROADCAST, found)]
         trial.write_findings(directory, trial.WORLD, findings)

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from rich.text import Text
 
 from tba_hpc.core.ports import RIGHT_AND_ENDED
-from tba_hpc.core.wording import percent
+from tba_hpc.core.wording import count, percent
 from tba_hpc.evaluate.measure import Decoding, Result, measure
 from tba_hpc.evaluate.target import find_target
 from tba_hpc.report.tables import NOTHING, Indented, Terminal, print_rows, print_values
@@ -43,7 +43,8 @@ def print_result(result: Result, *, as_json: bool = False) -> None:
 
 def _rows(decoding: Decoding) -> Iterator[dict[str, str]]:
     """Yield a row of the table for each figure."""
-    how = f"{decoding.samples} at {decoding.temperature:g}" if decoding.temperature else "greedy"
+    sampled = f"{count(decoding.samples, 'sample')} at temperature {decoding.temperature:g}"
+    how = sampled if decoding.temperature else "greedy"
 
     def row(measure: str, value: str, interval: str = "") -> dict[str, str]:
         return {"decoding": how, "measure": measure, "value": value, "95 % interval": interval}

@@ -197,7 +197,8 @@ class RunDir:
         run = cls(path.absolute())
         if not run.config_file.is_file():
             raise ConfigError(
-                f"{path} is not a run directory: it has no config.yaml; start the run with 'tba run CONFIG'"
+                f"{path} is not a run directory: it has no config.yaml; start the run with 'tba run CONFIG', "
+                "or on Slurm with 'tba submit --config CONFIG --nodes N'"
             )
         run._refuse_another_format()
         os.umask(0o077)
