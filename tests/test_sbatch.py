@@ -359,6 +359,17 @@ def test_awaiting_survives_signals_and_returns_the_childs_status(tmp_path: Path,
         assert (tmp_path / mark).exists() == bool(trainers), "those of elastic searchers are not the run's"
 
 
+def test_slurms_term_to_all_processes_of_a_job_leaves_no_stray_line(tmp_path: Path) -> None:
+    """It ends the sleep of each watcher, on which bash remarks."""
+    program = f"""
+    source {SOURCED}; await_folder() {{ :; }}; ask() {{ echo "$2"; }}; ranks() {{ command sleep 0.5; }}
+    sleep() {{ bash -c 'kill $$'; }}
+    go_once ended 2>&1
+    """
+    (tmp_path / "slurm").mkdir()
+    assert _bash(program, 1, RUN=str(tmp_path), SLURM_JOB_ID="1") == "code=0\n"
+
+
 WATCHED = """
 say() { :; }; SLURM_JOB_ID=1 now=0 STEP_SECONDS=20; mkdir -p "$RUN/owners" "$RUN/slurm"; cd "$RUN"
 sleep() { now=$((now + $1)); command sleep 0.02; rank; [ $now -lt 600 ]; }  # time passes in the fakes alone

@@ -483,9 +483,9 @@ go_once() {
     local code began=$SECONDS watchers
     ranks &
     STEP=$!
-    watch_nodes "$STEP" &
+    watch_nodes "$STEP" 2>/dev/null &    # else bash says "Terminated" when Slurm sends TERM to all processes
     watchers=($!)
-    [ "$1" != ended ] || { watch_step "$STEP" & watchers+=($!); }
+    [ "$1" != ended ] || { watch_step "$STEP" 2>/dev/null & watchers+=($!); }
     await_step "$STEP" "${watchers[@]}"
     code=$?
     await_folder
