@@ -192,7 +192,9 @@ def submit(
     after: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Start when that run's job has ended.")
     ] = None,
-    trainer_nodes: Annotated[int | None, typer.Option(help="Nodes that train; default: one in four.")] = None,
+    trainer_nodes: Annotated[
+        int | None, typer.Option(help="Nodes that train; default: one in four, at least one.")
+    ] = None,
     site: SitePath = None,
     time: Annotated[str | None, typer.Option(help="Wall time of the job, as for sbatch.")] = None,
     homogeneous: Annotated[
