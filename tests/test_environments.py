@@ -591,9 +591,10 @@ def test_an_episode_whose_environment_fails_is_set_aside(
     made = stage("Bad", ["So."], {"bad": bad}, {"bad": ""}, step_seconds=0.2 if bad == "hang" else 20)
     group = made.play(n=3)
     rewards = made.task.rewards(group.request.prompt, group.completions)
-    assert not any(np.isfinite(rewards[1:])) and np.isfinite(rewards[0]) == (bad == "random")
+    assert np.isfinite(rewards).sum() == (bad == "random")  # whichever thread is first is right
     assert all(len(one.tokens) for one in group.completions)
-    assert made.task.correct([group.request.prompt], group.completions[1:2]) == [False] or bad == "inf"
+    failed = group.completions[np.isfinite(rewards).argmin()]
+    assert made.task.correct([group.request.prompt], [failed]) == [False] or bad == "inf"
     assert ("failed in turn" in caplog.text) == (bad != "inf")
     assert made.play(prompt=1).completions[0].reward == 1.0
 
