@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tba_hpc.config import Config, parse_config
+from tba_hpc.core.ports import MEAN_REWARD
 from tba_hpc.report.alerts import EARLY_STEPS, Alert, View, alerts, line, sinking_answers, waiting_trainer
 from tba_hpc.report.curves import Curve, Trends
 from tba_hpc.report.digest import SearcherDigest
@@ -228,6 +229,15 @@ WRONG: dict[str, Case] = {
     ),
 }
 """Words of the first sentence → what makes it true."""
+
+
+def test_nothing_is_held_against_a_run_of_several_rewards_that_cannot_tell_correct_answers() -> None:
+    """Its entropy is near 0, and its groups agree, as of a policy that has solved the task."""
+    low = evaluated({10: 0.2, 40: 0.3, 70: 0.3})
+    quiet = {"search/entropy": after(30, 0.004, 0.4), "train/flat_groups": always(0.95)}
+    assert len(alerted(quiet, low)) == 2
+    several = [replace(one, score_name=MEAN_REWARD, graded=128, rewards=115.0) for one in low]
+    assert alerted(quiet, several) == []
 
 
 def test_a_dip_that_the_policy_made_up_for_is_no_decline() -> None:

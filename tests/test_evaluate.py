@@ -22,13 +22,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from typed import tba
 
 from tba_hpc.config import ConfigError, GeneratorSection
-from tba_hpc.core.ports import Reference
+from tba_hpc.core.ports import MEAN_REWARD, Reference
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling
 from tba_hpc.evaluate import find_target, measure, print_result
 from tba_hpc.evaluate.measure import Judged, Result, assess, judge, samplings
 from tba_hpc.learner.hf_model import load_tokenizer
 from tba_hpc.report.estimates import pass_at_k, passes, wilson
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import Answer
 from tba_hpc.tasks.arithmetic import Arithmetic
 
 # --- Estimates ---
@@ -270,7 +271,28 @@ def test_the_mean_reward_is_that_of_the_answers_which_have_one() -> None:
     grade_PN = np.array([[1.0, 0.5], [np.nan, 0.25], [np.nan, np.nan]])
     reward = Judged(correct_PN, grade_PN).reward
     assert reward and reward.value == pytest.approx((0.75 + 0.25) / 2)
-    assert Judged(correct_PN, correct_PN.astype(float)).reward is None
+    assert not Judged(correct_PN, correct_PN.astype(float)).is_graded
+
+
+class Summing(Lenient):
+    """Does not say which answers are correct, as several rewards are summed."""
+
+    score_name = MEAN_REWARD
+
+
+def test_answers_of_several_rewards_are_not_called_right(capsys: pytest.CaptureFixture[str]) -> None:
+    """Even if all rewards happen to be 0 and 1."""
+    request = Request(Prompt(0, np.zeros(3, np.int32), "7"), 0, 1, Sampling(0.0, 1.0, 12))
+    groups = [Group(request, (completion(text),), np.zeros((1, 2), np.int32)) for text in ("#### 7", "well")]
+    found = assess(Summing(ByteTokenizer()), None, groups)
+    assert (found.scores, found.ended) == ({}, None)
+    assert found.reward and found.reward.value == 0.5
+    answers = (Answer(0, "3+4=", "#### 7", True, 1.0),)
+    print_result(Result("m", "float32", None, "t", "test", 2, MEAN_REWARD, found, None, answers))
+    text = capsys.readouterr().out
+    assert (
+        "mean reward" in text and "prompt 0: reward 1" in text and "right" not in text and "pass@" not in text
+    )
 
 
 class Judging(Lenient):

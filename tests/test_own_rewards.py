@@ -165,6 +165,14 @@ def test_several_rewards_are_a_weighted_sum_and_logged_by_name(own: Path) -> Non
     assert both.figures()["search/reward/rank"] == pytest.approx(1.6 / 6)
 
 
+def test_answers_are_called_correct_unless_several_rewards_are_summed(own: Path) -> None:
+    """The config's correct_from then says what a correct answer's sum is, if the user sets it."""
+    several = {"long": "own_rewards:size", "rank": "own_rewards:ranked"}
+    assert make(own, "own_rewards:size").score_name == "pass@1"
+    assert make(own, several).score_name == "mean reward"
+    assert make(own, several, correct_from=1.0).score_name == "pass@1"
+
+
 @pytest.mark.parametrize(
     ("reward", "sentence"),
     [

@@ -15,6 +15,7 @@ from recorded import STEPS, evaluate, happen, new_run, resumed_run, search, step
 import tba_hpc
 from tba_hpc.commands.compare import compare, write_comparison
 from tba_hpc.config import parse_config
+from tba_hpc.core.ports import MEAN_REWARD
 from tba_hpc.core.wording import duration
 from tba_hpc.report import page, plots
 from tba_hpc.report.data import RunData
@@ -393,6 +394,24 @@ def test_the_share_of_correct_answers_is_beside_a_mean_reward(
     print_summary(run, summarise(run))
     assert re.search(r"correct answers +25.0 % → 62.5 %", capsys.readouterr().out)
     assert "; correct answers: 25.0 % → 62.5 %" in written(run)
+
+
+def test_no_answer_is_called_correct_where_the_task_cannot_tell(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with several rewards, of which only the sum is known; also where limits cut off answers."""
+    write(run.metrics_file("trainer"), [step(1, 5.0, loss=1.0)])
+    for at, correct in ((0, 1), (10, 3)):
+        sums = {"graded": 4, "rewards": 2.0 * correct, "squares": 4.0 * correct, "cut_correct": 1}
+        counts = {"correct": correct, "total": 4, "tokens": 9, "truncated": 1}
+        part = Evaluation(split="test", step=at, score_name=MEAN_REWARD, **counts, **sums)
+        write_evaluation(run, 0, 1, part)
+    summary = summarise(run)
+    assert (summary.pass_at_1_after, summary.ended_after) == (None, None)
+    assert summary.score_after and summary.score_after.value == 1.5
+    print_summary(run, summary)
+    for text in (capsys.readouterr().out, written(run)):
+        assert "mean reward" in text and "correct answers" not in text and "right and ended" not in text
 
 
 def test_the_share_of_correct_answers_is_told_once_if_it_is_the_score(

@@ -30,6 +30,9 @@ from tba_hpc.core.types import (
 PASS_AT_1 = "pass@1"
 """Default name of a task's score, the share of prompts that were answered correctly."""
 
+MEAN_REWARD = "mean reward"
+"""Name of the score if rewards are not just 0 and 1, or if no answer can be called correct."""
+
 RIGHT_AND_ENDED = "right and ended"
 """Name of a second score, the share of answers that are correct and not truncated."""
 
@@ -110,10 +113,10 @@ class Task(ABC):
     The first three methods are required. A user's class need not derive from this one, because
     ``task_contract.with_defaults`` adds the other methods.
 
-    score_name: name of the share of prompts answered correctly. evaluation_temperature: sampling temperature
-    of evaluations; 0 is greedy. longest_call: time limit of a call of ``rewards`` or ``correct``, s; None:
-    half of launch.timeout_seconds. A task whose calls load models, or have time limits of their own, sets it
-    to infinity.
+    score_name: name of the share of prompts answered correctly; MEAN_REWARD if ``correct`` means nothing, so
+    that this share is not shown. evaluation_temperature: sampling temperature of evaluations; 0 is greedy.
+    longest_call: time limit of a call of ``rewards`` or ``correct``, s; None: half of launch.timeout_seconds.
+    A task whose calls load models, or have time limits of their own, sets it to infinity.
     """
 
     score_name: str = PASS_AT_1

@@ -34,7 +34,7 @@ def print_result(result: Result, *, as_json: bool = False) -> None:
     console = Terminal()
     for answer in result.answers:
         verdict = "right" if answer.correct else "wrong"
-        if result.single.reward:
+        if result.single.reward or not result.single.scores:
             verdict = f"reward {answer.reward:.4g}"
         console.print(Text(f"\nprompt {answer.prompt}: {verdict}", style="bold"))
         console.print(Indented(Text(answer.question.strip("\n"), style="dim")))
@@ -52,7 +52,7 @@ def _rows(decoding: Decoding) -> Iterator[dict[str, str]]:
     if reward := decoding.reward:
         yield row("mean reward", f"{reward.value:.3f}", f"{reward.low:.3f} … {reward.high:.3f}")
     scores = dict(decoding.scores)
-    if decoding.ended != next(iter(scores.values())):
+    if decoding.ended and decoding.ended != next(iter(scores.values())):
         scores[RIGHT_AND_ENDED] = decoding.ended
     for name, score in scores.items():
         yield row(name, percent(score.value), f"{100 * score.low:.1f} … {percent(score.high)}")

@@ -20,12 +20,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from tba_hpc.config import Config, ConfigError, GeneratorSection
-from tba_hpc.core.ports import (
-    Generator,
-    Reference,
-    Task,
-    decoder,
-)
+from tba_hpc.core.ports import MEAN_REWARD, Generator, Reference, Task, decoder
 from tba_hpc.core.prompts import prompt_room
 from tba_hpc.core.task_contract import checked_correct, checked_grades, checked_prompts
 from tba_hpc.core.types import Group, Prompt, Request, Sampling, Split
@@ -52,18 +47,18 @@ AHEAD = 2
 class Decoding:
     """Results of the model with one way of decoding.
 
-    temperature: 0 is greedy. samples: completions per prompt. scores: estimates by name, such as pass@1.
-    ended: share of completions that are correct and were not cut off. truncated_share: share of completions
-    that the token limit cut off. tokens: mean number of sampled tokens per completion. perplexity: perplexity
-    of the sampled tokens under the reference, at model.logprob_temperature; None without a reference. reward:
-    mean over prompts of the mean reward; None if rewards only say right or wrong. summary: the task's own
-    statistics, see ``core.ports.Task``.
+    temperature: 0 is greedy. samples: completions per prompt. scores: estimates by name, such as pass@1; none
+    if no answer can be called correct. ended: share of completions that are correct and were not cut off;
+    None without scores. truncated_share: share of completions that the token limit cut off. tokens: mean
+    number of sampled tokens per completion. perplexity: perplexity of the sampled tokens under the reference,
+    at model.logprob_temperature; None without a reference. reward: mean over prompts of the mean reward; None
+    if rewards only say right or wrong. summary: the task's own statistics, see ``core.ports.Task``.
     """
 
     temperature: float
     samples: int
     scores: Mapping[str, Estimate]
-    ended: Estimate
+    ended: Estimate | None
     truncated_share: float
     tokens: float
     perplexity: float | None
@@ -228,15 +223,16 @@ def assess(
     first, completions = groups[0].request, [c for group in groups for c in group.completions]
     judged = judged or judge(task, groups)
     ended_PN = np.reshape([c.finish_reason == "stop" for c in completions], judged.correct_PN.shape)
+    scores = _scores(task.score_name, judged.correct_PN)
     return Decoding(
         temperature=first.sampling.temperature,
         samples=first.n,
-        scores=_scores(task.score_name, judged.correct_PN),
-        ended=next(iter(_scores(task.score_name, judged.correct_PN & ended_PN).values())),
+        scores=scores,
+        ended=next(iter(_scores(task.score_name, judged.correct_PN & ended_PN).values()), None),
         truncated_share=sum(c.finish_reason == "length" for c in completions) / len(completions),
         tokens=sum(int(c.action_T.sum()) for c in completions) / len(completions),
         perplexity=_perplexity(reference, groups) if reference else None,
-        reward=judged.reward,
+        reward=judged.reward if judged.is_graded or not scores else None,
         summary=dict(task.summary(groups)),
     )
 
@@ -252,15 +248,20 @@ class Judged(NamedTuple):
     grade_PN: np.ndarray
 
     @property
-    def reward(self) -> Estimate | None:
-        """Mean over prompts of the mean grade of the answers that were judged.
+    def is_graded(self) -> bool:
+        """True unless every grade is 1 for a correct answer and 0 for a wrong one.
 
-        None if no answer was judged, or if every grade is 1 for a correct answer and 0 for a wrong one. The
-        mean would then add nothing to the share of correct answers.
+        The mean reward would then add nothing to the share of correct answers.
         """
         graded_PN = np.isfinite(self.grade_PN)
+        return not np.array_equal(self.correct_PN[graded_PN], self.grade_PN[graded_PN])
+
+    @property
+    def reward(self) -> Estimate | None:
+        """Mean over prompts of the mean grade of the answers that were judged; None if none was judged."""
+        graded_PN = np.isfinite(self.grade_PN)
         some_P = graded_PN.any(1)
-        if np.array_equal(self.correct_PN[graded_PN], self.grade_PN[graded_PN]) or not some_P.any():
+        if not some_P.any():
             return None
         mean_P = np.nanmean(np.where(graded_PN, self.grade_PN, np.nan)[some_P], 1)
         return mean(mean_P.sum(), (mean_P**2).sum(), len(mean_P))
@@ -282,8 +283,10 @@ def _scores(name: str, correct_PN: np.ndarray) -> dict[str, Estimate]:
     """Estimate scores, by name, from whether each of N completions of P prompts is correct.
 
     If N is 1, the only score is the share of correct completions, called ``name``. Otherwise the scores are
-    pass@k for k = 1, 2, 4, … up to N.
+    pass@k for k = 1, 2, 4, … up to N. There are no scores if ``name`` is MEAN_REWARD.
     """
+    if name == MEAN_REWARD:
+        return {}
     if correct_PN.shape[1] == 1:
         return {name: wilson(int(correct_PN.sum()), correct_PN.size)}
     found = passes(correct_PN.sum(1).tolist(), correct_PN.shape[1])

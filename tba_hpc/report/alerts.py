@@ -77,10 +77,25 @@ class View:
         return sorted(self.evaluations, key=lambda evaluation: evaluation.step)
 
     @property
+    def share_correct(self) -> float | None:
+        """Last evaluation's share of correct answers, or before any evaluation the mean reward.
+
+        None if no answer can be called correct, see ``Evaluation.tells_correct``.
+        """
+        last = self.by_step[-1] if self.evaluations else None
+        if last is None:
+            return self.trends.latest("search/reward") or 0.0
+        return last.score if last.tells_correct else None
+
+    @property
     def solved(self) -> bool:
-        """True if the last evaluation's score, or before any evaluation the mean reward, is at least 0.9."""
-        scores = [evaluation.score for evaluation in self.by_step]
-        return (scores[-1] if scores else self.trends.latest("search/reward") or 0.0) >= 0.9
+        """True if ``share_correct`` is known to be at least 0.9."""
+        return self.share_correct is not None and self.share_correct >= 0.9
+
+    @property
+    def unsolved(self) -> bool:
+        """True if ``share_correct`` is known to be below 0.9."""
+        return self.share_correct is not None and self.share_correct < 0.9
 
     @property
     def always_equal(self) -> bool:
@@ -418,7 +433,7 @@ def _gain(view: View) -> float | None:
 def collapsed_entropy(view: View) -> Alert | None:
     """Alert if entropy is near 0 and most groups have equal rewards although the task is not solved."""
     values, flat = view.values("search/entropy"), view.trends.latest("search/flat_groups")
-    if len(values) < LEAST_POINTS or view.solved or (flat is not None and flat <= 0.5):
+    if len(values) < LEAST_POINTS or not view.unsolved or (flat is not None and flat <= 0.5):
         return None
     if not (wrong := view.wrong_since("search/entropy", lambda value: value < min(0.05, 0.1 * values[0]))):
         return None
@@ -523,7 +538,7 @@ def flat_groups(view: View) -> Alert | None:
     """Alert if more than 80 % of the groups have equal rewards, although the task is not solved."""
     name = "train/flat_groups" if view.values("train/flat_groups") else "search/flat_groups"
     wrong = view.wrong_since(name, lambda value: value > 0.8)
-    if wrong is None or view.solved or constant_reward(view):  # a constant reward explains it
+    if wrong is None or not view.unsolved or constant_reward(view):  # a constant reward explains it
         return None
     if view.trends.steps < EARLY_STEPS and view.trends.trajectories < FEW_COMPLETIONS:
         return None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tba_hpc.config import is_elastic
+from tba_hpc.core.ports import MEAN_REWARD
 from tba_hpc.core.types import Split
 from tba_hpc.core.wording import percent
 from tba_hpc.report.alerts import Alert, alerts
@@ -28,9 +29,6 @@ from tba_hpc.run.metrics import MetricsTail, Record, number
 
 MANY_SEARCHERS = 4
 """Largest number of searchers whose rates are shown one by one; for more, their mean is shown."""
-
-MEAN_REWARD = "mean reward"
-"""Name of the score if rewards are not just 0 and 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

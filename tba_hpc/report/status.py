@@ -81,9 +81,11 @@ def _scores(data: RunData, evaluations: Sequence[Evaluation]) -> str:
 def _right_and_ended(last: Sequence[Evaluation]) -> dict[str, str]:
     """Return a cell with the share of answers that are correct and were not cut off.
 
-    Without a correct answer that was cut off, this share is the score, and there is no cell.
+    Without a correct answer that was cut off, this share is the score, and there is no cell. Nor is there one
+    if no answer can be called correct.
     """
-    return {RIGHT_AND_ENDED: percent(last[0].ended_score)} if last and last[0].cut_correct else {}
+    told = last and last[0].tells_correct and last[0].cut_correct
+    return {RIGHT_AND_ENDED: percent(last[0].ended_score)} if told else {}
 
 
 def _perplexity(config: Config, evaluations: Sequence[Evaluation]) -> str:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from tba_hpc.config import TaskSection, TrainSection
 from tba_hpc.core import schedules
-from tba_hpc.core.ports import RIGHT_AND_ENDED
+from tba_hpc.core.ports import MEAN_REWARD, RIGHT_AND_ENDED
 from tba_hpc.core.wording import count, duration, percent
-from tba_hpc.report.data import MEAN_REWARD, RunData
+from tba_hpc.report.data import RunData
 from tba_hpc.report.estimates import Estimate
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
@@ -32,12 +32,13 @@ CORRECT = "correct answers"
 class Summary:
     """Results of a run, None where not measured. Scores and perplexities are of the held-out test split.
 
-    pass_at_1_…: share of correct answers before and after training. evaluated_step: step of the ``after``
-    figures; less than ``steps`` if the run then went on and was stopped. test_prompts: number of prompts.
+    pass_at_1_…: share of correct answers before and after training; None if no answer can be called correct,
+    see ``Evaluation.tells_correct``. evaluated_step: step of the ``after`` figures; less than ``steps`` if
+    the run then went on and was stopped. test_prompts: number of prompts.
     score_name: mean reward if rewards are not just 0 and 1, otherwise the task's name for the share of
     correct answers, such as pass@1 or win rate. score_before, score_after: this score, with 95 % intervals.
     unjudged_…: number of answers that could not be judged.
-    ended_…: share of answers that are correct and were not cut off by a limit.
+    ended_…: share of answers that are correct and were not cut off by a limit; None as pass_at_1.
     perplexity_…: perplexity of the same answers under the policy of step ``perplexity_reference``; None
     without a reference model. perplexity_before is also None if another policy was the reference then.
     train_seconds: wall time of training over all attempts, including waits, but not the start of engines.
@@ -109,11 +110,12 @@ def summary_of(data: RunData) -> Summary:
     """Summarise a run from data already read."""
     config, test, trends, counts = data.config, data.evaluated("test"), data.trends, data.counts()
     alike, searchers = same_reference(config.train, test), list(data.searchers.values())
+    told = test if all(evaluation.tells_correct for evaluation in test) else []
     seconds = sum(searcher.seconds for searcher in searchers)
     generated = sum(searcher.tokens for searcher in searchers)
     return Summary(
-        pass_at_1_before=test[0].score if test else None,
-        pass_at_1_after=test[-1].score if len(test) > 1 else None,
+        pass_at_1_before=told[0].score if told else None,
+        pass_at_1_after=told[-1].score if len(told) > 1 else None,
         evaluated_step=test[-1].step if test else None,
         test_prompts=test[-1].total if test else None,
         score_name=data.score_name,
@@ -121,8 +123,8 @@ def summary_of(data: RunData) -> Summary:
         score_after=data.score(test[-1]) if len(test) > 1 else None,
         unjudged_before=test[0].unjudged if test else 0,
         unjudged_after=test[-1].unjudged if len(test) > 1 else 0,
-        ended_before=test[0].ended_score if test else None,
-        ended_after=test[-1].ended_score if len(test) > 1 else None,
+        ended_before=told[0].ended_score if told else None,
+        ended_after=told[-1].ended_score if len(told) > 1 else None,
         perplexity_before=test[0].perplexity if alike and test[0] is alike[0] else None,
         perplexity_after=test[-1].perplexity if len(test) > 1 else None,
         perplexity_reference=reference_of(config.train, test[-1]) if alike else None,

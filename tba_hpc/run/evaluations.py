@@ -20,7 +20,7 @@ from typing import TypeVar, cast
 
 from pydantic import TypeAdapter
 
-from tba_hpc.core.ports import PASS_AT_1
+from tba_hpc.core.ports import MEAN_REWARD, PASS_AT_1
 from tba_hpc.core.types import Split
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import if_available, read_regular, remove, write_atomic
@@ -58,7 +58,8 @@ class Evaluation:
     or turns cut off; cut_correct: how many of these are correct. tokens: number of tokens that the policy
     sampled. ref_logprob: their summed log π_ref in nats; None without a reference model. graded: number of
     answers with a reward; rewards, squares: sums of these rewards and of their squares. score_name: the
-    task's name for the share of correct answers. answers: a few answers as text, ascending by prompt id.
+    task's name for the share of correct answers; MEAN_REWARD if no answer can be called correct. answers: a
+    few answers as text, ascending by prompt id.
     """
 
     split: Split
@@ -97,8 +98,15 @@ class Evaluation:
         return (self.correct - self.cut_correct) / self.total if self.total else float("nan")
 
     @property
+    def tells_correct(self) -> bool:
+        """False if no answer can be called correct, so that ``score`` and ``ended_score`` mean nothing."""
+        return self.score_name != MEAN_REWARD
+
+    @property
     def is_graded(self) -> bool:
         """True if there are rewards that are not just 1 for correct and 0 for wrong answers."""
+        if not self.tells_correct:
+            return self.graded > 0
         return self.graded > 0 and not self.rewards == self.squares == self.correct
 
     @property

@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import Field
 
 from tba_hpc.config import ConfigError, RewardSection
-from tba_hpc.core.ports import ChatTokenizer, Tokenizer
+from tba_hpc.core.ports import MEAN_REWARD, ChatTokenizer, Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.tasks.data import Table, sources_of
 from tba_hpc.tasks.fields import Fields, Unusable, as_text, filled_in, require_messages, require_text
@@ -58,7 +58,7 @@ class Jsonl(Rows[Fields]):
         template: str = PROMPT,
         target: str = "answer",
         chat: bool = False,
-        correct_from: float = 1.0,
+        correct_from: float | None = None,
         judge_truncated: bool = False,
         validation_prompts: Annotated[int, Field(ge=1)] = 64,
     ) -> None:
@@ -67,9 +67,10 @@ class Jsonl(Rows[Fields]):
         reward: the rewards by name. template: text of the prompt, with {name} for the row's field of that
         name. target: field with the right answer, if any; it is only displayed. chat: apply the model's chat
         template to the prompt, as a user's message, or to its list of messages. correct_from: lowest reward
-        of an answer that counts as correct in evaluations. judge_truncated: also ask the rewards about
-        completions that the token limit cut off. validation_prompts: number of rows of train_file to hold out
-        for each split without a source of its own.
+        of an answer that counts as correct in evaluations; None: 1 if there is one reward, and no answer
+        counts as correct if there are several. judge_truncated: also ask the rewards about completions that
+        the token limit cut off. validation_prompts: number of rows of train_file to hold out for each split
+        without a source of its own.
         """
         super().__init__(tokenizer, chat=chat)
         name = type(self).__name__.lower()
@@ -103,7 +104,10 @@ class Jsonl(Rows[Fields]):
         if not self._functions:
             self.longest_call = math.inf  # judges and programs have their own time limits
         self._template, self._target = template, target
-        self._correct_from = correct_from
+        self._correct_from = 1.0 if correct_from is None else correct_from
+        summed = len(reward) + self.own_reward > 1
+        if summed and correct_from is None and type(self).correct is Jsonl.correct:
+            self.score_name = MEAN_REWARD
         self._judge_truncated = judge_truncated
         self._parts: dict[str, list[float]] = {}
         self._grades: list[float] = []

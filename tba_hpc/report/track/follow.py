@@ -152,8 +152,10 @@ class News:
             if name in self._evaluated or not (found := find_evaluation(self._run, split, step)):
                 continue
             self._evaluated.add(name)
-            figures = {f"{split}/{found.score_name}": found.score, f"{split}/perplexity": found.perplexity}
-            figures[f"{split}/{RIGHT_AND_ENDED}"] = found.ended_score
+            figures = {f"{split}/perplexity": found.perplexity}
+            if found.tells_correct:
+                figures[f"{split}/{found.score_name}"] = found.score
+                figures[f"{split}/{RIGHT_AND_ENDED}"] = found.ended_score
             figures[f"{split}/reward"] = found.rewards / found.graded if found.graded else None
             known = {key: value for key, value in figures.items() if value is not None}
             points.append(Point(step, known, {split: found.answers} if found.answers else {}))
