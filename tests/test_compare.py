@@ -128,10 +128,13 @@ def test_rewards_with_names_lie_over_each_other_in_a_plot_each(runs: list[RunDir
     for run, names in zip(runs, (("right", "short", "a", "b", "c"), ("right",)), strict=True):
         rewards = {f"reward/{name}": 0.5 for name in names}
         write(run.metrics_file("searcher", 0), [search(5.0, 10, 100, version=1, **rewards)])
-    titles = [plot.title for plot in overlays([run.data for run in compare([run.path for run in runs])])]
+    compared = compare([run.path for run in runs])
+    titles = [plot.title for plot in overlays([run.data for run in compared])]
     assert [title for title in titles if title.startswith("Reward ")] == (
         ["Reward a", "Reward b", "Reward c", "Reward right"]
     )
+    rows = [row["figure"] for row in score_rows(compared) if row["figure"].startswith("reward ")]
+    assert rows == ["reward a", "reward b", "reward c", "reward right"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tiny_models import make_random_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typed import tba
 
-from tba_hpc.config import ConfigError, GeneratorSection
+from tba_hpc.config import ConfigError, GeneratorSection, TaskSection
 from tba_hpc.core.ports import MEAN_REWARD, Reference
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling
 from tba_hpc.evaluate import find_target, measure, print_result
@@ -30,6 +30,7 @@ from tba_hpc.learner.hf_model import load_tokenizer
 from tba_hpc.report.estimates import pass_at_k, passes, wilson
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer
+from tba_hpc.tasks import load_task
 from tba_hpc.tasks.arithmetic import Arithmetic
 
 # --- Estimates ---
@@ -293,6 +294,36 @@ def test_answers_of_several_rewards_are_not_called_right(capsys: pytest.CaptureF
     assert (
         "mean reward" in text and "prompt 0: reward 1" in text and "right" not in text and "pass@" not in text
     )
+
+
+def test_named_rewards_of_greedy_answers_have_a_mean_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second answer has the length 4, and no usable rank."""
+    (tmp_path / "named_parts.py").write_text(
+        "def size(completion): return len(completion)\n"
+        "def rank(completion): return float('nan') if completion == 'well' else -0.5\n"
+    )
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(4)))
+    monkeypatch.syspath_prepend(tmp_path)
+    rewards = {name: {"function": f"named_parts:{name}", "weight": 0.5} for name in ("size", "rank")}
+    section = TaskSection(
+        name="jsonl",
+        train_file=str(tmp_path / "rows.jsonl"),
+        reward=rewards,  # type: ignore[arg-type]
+        options={"validation_prompts": 1},
+    )
+    task = load_task(section, ByteTokenizer())
+    request = Request(task.prompts("train")[0], 0, 1, Sampling(0.0, 1.0, 12))
+    groups = [Group(request, (completion(text),), np.zeros((1, 2), np.int32)) for text in ("ab", "well")]
+    found = assess(task, None, groups)
+    assert found.rewards == {"size": 3.0, "rank": -0.5}
+    result = Result("m", "float32", None, "jsonl", "test", 2, task.score_name, found, None)
+    print_result(result)
+    text = capsys.readouterr().out
+    assert re.search(r"reward size +3\.000", text) and re.search(r"reward rank +-0\.500", text)
+    print_result(result, as_json=True)
+    assert json.loads(capsys.readouterr().out)["single"]["rewards"] == found.rewards
 
 
 class Judging(Lenient):

@@ -448,6 +448,23 @@ def test_rewards_with_names_are_lines_of_one_plot(
         assert all(f">{name}</text>" in found.svg for name in shown) and ">e</text>" not in found.svg
 
 
+@pytest.mark.parametrize(
+    ("names", "shown"), [(("right",), []), (("e", "d", "c", "b", "a"), ["a", "b", "c", "d"])]
+)
+def test_rewards_with_names_are_rows_of_the_summary(
+    run: RunDir, names: tuple[str, ...], shown: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two searchers have scored 4 completions each, with 0.5 and 1.5 on average."""
+    write(run.metrics_file("trainer"), [step(1, 5.0, loss=1.0)])
+    for searcher in (0, 1):
+        rewards = {f"reward/{name}": 0.5 + searcher for name in names}
+        write(run.metrics_file("searcher", searcher), [search(5.0, 10, 100, version=1, **rewards)])
+    assert summarise(run).rewards == dict.fromkeys(shown, 1.0)
+    print_summary(run, summarise(run))
+    text = capsys.readouterr().out
+    assert re.findall(r"reward (\w) +1\b", text) == shown
+
+
 @pytest.mark.parametrize(("after", "verdict"), [(41, ""), (45, "good"), (40, "bad")])
 def test_only_a_change_that_can_be_seen_is_good_or_bad(run: RunDir, after: int, verdict: str) -> None:
     """Before: 82 of 100 answers are right."""

@@ -51,6 +51,7 @@ def _rows(decoding: Decoding) -> Iterator[dict[str, str]]:
 
     if reward := decoding.reward:
         yield row("mean reward", f"{reward.value:.3f}", f"{reward.low:.3f} … {reward.high:.3f}")
+    yield from (row(f"reward {name}", f"{value:.3f}") for name, value in decoding.rewards.items())
     scores = dict(decoding.scores)
     if decoding.ended and decoding.ended != next(iter(scores.values())):
         scores[RIGHT_AND_ENDED] = decoding.ended

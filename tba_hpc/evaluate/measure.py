@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from rich.text import Text
 from tba_hpc.config import Config, ConfigError, GeneratorSection
 from tba_hpc.core.ports import MEAN_REWARD, Generator, Reference, Task, decoder
 from tba_hpc.core.prompts import prompt_room
-from tba_hpc.core.task_contract import checked_correct, checked_grades, checked_prompts
+from tba_hpc.core.task_contract import checked_correct, checked_grades, checked_parts, checked_prompts
 from tba_hpc.core.types import Group, Prompt, Request, Sampling, Split
 from tba_hpc.engine.vllm_generator import VllmGenerator
 from tba_hpc.evaluate.target import Target
@@ -30,6 +31,7 @@ from tba_hpc.report.estimates import Estimate, mean, passes, wilson
 from tba_hpc.report.tables import Terminal
 from tba_hpc.run.evaluations import Answer
 from tba_hpc.tasks import make_task
+from tba_hpc.tasks.jsonl import Jsonl
 
 ENVIRONMENT = {  # variables that are set unless the user has set them
     "OMP_NUM_THREADS": "1",  # as in a rank
@@ -52,7 +54,9 @@ class Decoding:
     None without scores. truncated_share: share of completions that the token limit cut off. tokens: mean
     number of sampled tokens per completion. perplexity: perplexity of the sampled tokens under the reference,
     at model.logprob_temperature; None without a reference. reward: mean over prompts of the mean reward; None
-    if rewards only say right or wrong. summary: the task's own statistics, see ``core.ports.Task``.
+    if rewards only say right or wrong. rewards: mean over the completions of each named reward, without
+    weights; empty unless the config names several. summary: the task's own statistics, see
+    ``core.ports.Task``.
     """
 
     temperature: float
@@ -63,6 +67,7 @@ class Decoding:
     tokens: float
     perplexity: float | None
     reward: Estimate | None
+    rewards: Mapping[str, float]
     summary: Mapping[str, float]
 
 
@@ -233,6 +238,7 @@ def assess(
         tokens=sum(int(c.action_T.sum()) for c in completions) / len(completions),
         perplexity=_perplexity(reference, groups) if reference else None,
         reward=judged.reward if judged.is_graded or not scores else None,
+        rewards=dict(judged.part_means),
         summary=dict(task.summary(groups)),
     )
 
@@ -241,11 +247,13 @@ class Judged(NamedTuple):
     """A task's verdicts on N completions of each of P prompts.
 
     correct_PN: bool. grade_PN: float64, the rewards; not finite for answers that could not be judged. If the
-    task gives no reward, the grade is 1 for a correct answer and 0 for a wrong one.
+    task gives no reward, the grade is 1 for a correct answer and 0 for a wrong one. part_means: mean of each
+    named reward over the completions for which it is finite.
     """
 
     correct_PN: np.ndarray
     grade_PN: np.ndarray
+    part_means: Mapping[str, float] = MappingProxyType({})
 
     @property
     def is_graded(self) -> bool:
@@ -274,9 +282,18 @@ def judge(task: Task, groups: Sequence[Group]) -> Judged:
     correct, shape = checked_correct(task, prompts, completions), (len(groups), groups[0].request.n)
     found = zip(correct, checked_grades(task, len(correct)), strict=True)
     grades = [float(right) if grade is None else grade for right, grade in found]
+    # Other tasks need not know their parts after ``correct``.
+    parts = checked_parts(task, len(correct)) if isinstance(task, Jsonl) else {}
+    means = {name: float(np.mean(finite)) for name, row in parts.items() if (finite := _finite(row))}
     if unjudged := int(np.count_nonzero(~np.isfinite(np.array(grades, float)))):
         log.warning("%d of %d answers could not be judged, and count as wrong", unjudged, len(correct))
-    return Judged(np.reshape(np.array(correct, bool), shape), np.reshape(np.array(grades, float), shape))
+    return Judged(
+        np.reshape(np.array(correct, bool), shape), np.reshape(np.array(grades, float), shape), means
+    )
+
+
+def _finite(values: Sequence[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
 
 
 def _scores(name: str, correct_PN: np.ndarray) -> dict[str, Estimate]:

@@ -35,6 +35,9 @@ NEWEST_STEPS = 120
 NAMED = "search/reward/"
 """Beginning of the names of the metrics of a task's named rewards."""
 
+NAMES = 4
+"""Largest number of named rewards that are shown."""
+
 OF_TIME = frozenset(
     f"search/{name}"
     for name in (
@@ -223,6 +226,12 @@ class Trends:
         self.rejected_before += other.rejected_before
         self.nan_groups += other.nan_groups
         self.graded |= other.graded
+
+    @property
+    def named_rewards(self) -> list[str]:
+        """Metrics of the rewards that the task returns by name, in order; none if it returns only one."""
+        names = [name for name in self.curves if name.startswith(NAMED)]
+        return sorted(names) if len(names) > 1 else []
 
     @property
     def skipped(self) -> int:

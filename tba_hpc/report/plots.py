@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tba_hpc.core.types import Split
 from tba_hpc.core.wording import printable
-from tba_hpc.report.curves import NAMED, Curve
+from tba_hpc.report.curves import NAMED, NAMES, Curve
 from tba_hpc.report.data import MANY_SEARCHERS, RunData
 from tba_hpc.report.summary import policy_name, reference_of, same_reference
 
@@ -55,9 +55,6 @@ STYLE: dict[Any, object] = {
 
 AXES = (0.12, 0.18, 0.86, 0.7)
 """Left, bottom, width and height of the axes, as shares of the figure. Computing them would take a second."""
-
-NAMES = 4
-"""Largest number of named rewards that are drawn."""
 
 
 class Plot(NamedTuple):
@@ -115,9 +112,8 @@ def _figures(data: RunData) -> list[Lines]:
 
 
 def _reward_names(*runs: RunData) -> list[str]:
-    """Return the metrics of the rewards that a task returns by name; none if it returns only one."""
-    names = {name for data in runs for name in data.trends.curves if name.startswith(NAMED)}
-    return sorted(names) if len(names) > 1 else []
+    """Return the metrics of the rewards that the runs' tasks return by name."""
+    return sorted({name for data in runs for name in data.trends.named_rewards})
 
 
 def _reward_name(metric: str) -> str:

@@ -12,6 +12,7 @@ from tba_hpc.config import TaskSection, TrainSection
 from tba_hpc.core import schedules
 from tba_hpc.core.ports import MEAN_REWARD, RIGHT_AND_ENDED
 from tba_hpc.core.wording import count, duration, percent
+from tba_hpc.report.curves import NAMED, NAMES
 from tba_hpc.report.data import RunData
 from tba_hpc.report.estimates import Estimate
 from tba_hpc.run.directory import RunDir
@@ -49,7 +50,8 @@ class Summary:
     generated_per_searcher_second: generated tokens per such second. goodput: acknowledged tokens per such
     second.
     trainer_wait_share: see train/wait_share; of the last start only. publish_stall_seconds, seal_share,
-    staleness, propagation_seconds: means over the run. figures: current values, by metric.
+    staleness, propagation_seconds: means over the run. figures: current values, by metric. rewards: current
+    values of the first NAMES named rewards, without weights; empty unless the task names several.
     skipped_steps: optimizer steps skipped, since loss or gradient norm was not finite. rejected: trajectories
     set aside, since they have no usable reward. alerts: sentences, the worst first.
     """
@@ -91,6 +93,7 @@ class Summary:
     staleness: float | None
     propagation_seconds: float | None
     figures: dict[str, float | None]
+    rewards: dict[str, float | None]
     skipped_steps: int
     rejected: int
     alerts: list[str]
@@ -143,6 +146,7 @@ def summary_of(data: RunData) -> Summary:
         staleness=trends.curves["staleness/mean"].mean,
         propagation_seconds=trends.curves["search/propagation_seconds"].mean,
         figures={name: trends.latest(name) for name in CURVES},
+        rewards={name.removeprefix(NAMED): trends.latest(name) for name in trends.named_rewards[:NAMES]},
         skipped_steps=trends.skipped,
         rejected=trends.rejected,
         alerts=[alert.sentence for alert in data.alerts],
@@ -194,6 +198,7 @@ def summary_rows(summary: Summary) -> dict[str, Cell]:
         "perplexity before": summary.perplexity_before,
         "perplexity after": summary.perplexity_after,
         "reward": figures["search/reward"],
+        **{f"reward {name}": value for name, value in summary.rewards.items()},
         "KL": figures["search/kl"],
         "entropy": figures["search/entropy"],
         "tokens per completion": figures["search/length"],
