@@ -65,8 +65,20 @@ def test_a_score_is_the_mean_over_prompts() -> None:
     """Of 4 samples 0, 0, 1 and 4 are right: pass@2 is 0, 0, 1/2 and 1."""
     found = passes([0, 0, 1, 4], 4)
     assert {k: estimate.value for k, estimate in found.items()} == {1: 5 / 16, 2: 3 / 8, 4: 1 / 2}
-    half = 1.959964 * np.std([0, 0, 1 / 4, 1], ddof=1) / math.sqrt(4)
-    assert (found[1].low, found[1].high) == pytest.approx((0, 5 / 16 + half))  # half: more than 5 / 16
+
+
+def test_pass_at_k_has_an_interval_that_is_wide_at_the_edges_and_normal_in_the_middle() -> None:
+    """Known: Wilson's for 40 of 40 and 30 of 40; the standard error of 1000 shares of 0.4 and 0.6."""
+    for right in (40, 30):
+        sure = passes([4] * right + [0] * (40 - right), 4)
+        for one in sure.values():
+            assert (one.low, one.high) == pytest.approx(
+                (wilson(right, 40).low, wilson(right, 40).high), abs=1e-9
+            )
+    assert wilson(40, 40).low == pytest.approx(0.9124, abs=5e-5)
+    found, half = passes([2, 3] * 500, 5)[1], 1.959964 * 0.1 / math.sqrt(1000)
+    assert (found.low, found.high) == pytest.approx((0.5 - half, 0.5 + half), rel=1e-4)
+    assert passes([2] * 10, 4)[1].low < 0.4, "no spread by chance"
 
 
 # --- Figures of completions that are known ---

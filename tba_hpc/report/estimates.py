@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from statistics import NormalDist
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, variance
 
 Z = NormalDist().inv_cdf(0.975)
 """Number of standard errors from a mean to either end of its 95 % interval."""
@@ -20,10 +20,10 @@ class Estimate:
     high: float
 
 
-def wilson(successes: int, trials: int) -> Estimate:
+def wilson(successes: float, trials: float) -> Estimate:
     """Estimate a share with Wilson's score interval (Wilson 1927; Brown, Cai and DasGupta 2001, eq. 4).
 
-    trials: at least 1.
+    trials: at least 1. Both need not be whole numbers, see ``mean_share``.
     """
     share, z2 = successes / trials, Z * Z / trials
     centre = (share + z2 / 2) / (1 + z2)
@@ -39,9 +39,22 @@ def mean(total: float, squares: float, count: int) -> Estimate:
     ``wilson``.
     """
     value = total / count
-    variance = max(0.0, squares - total * value) / max(1, count - 1)
-    half = Z * math.sqrt(variance / count)
+    spread = max(0.0, squares - total * value) / max(1, count - 1)
+    half = Z * math.sqrt(spread / count)
     return Estimate(value, value - half, value + half)
+
+
+def mean_share(shares: Sequence[float]) -> Estimate:
+    """Estimate the mean of shares, each between 0 and 1, such as one per prompt.
+
+    The interval is Wilson's for as many trials, each right or wrong, as have the same standard error (the
+    effective sample size of Kish 1965), and for one per share at least. So it has a width even if all shares
+    are equal, and is ``wilson`` if each is 0 or 1.
+    """
+    value, count = fmean(shares), len(shares)
+    error2 = variance(shares) / count if count > 1 else 0.0
+    trials = max(count, value * (1 - value) / error2) if error2 else count
+    return wilson(value * trials, trials)
 
 
 def difference(one: Estimate, other: Estimate) -> Estimate:
@@ -63,15 +76,14 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
 def passes(correct_P: Sequence[int], samples: int) -> dict[int, Estimate]:
     """Estimate pass@k, the mean over prompts, for k = 1, 2, 4, … up to ``samples``.
 
-    correct_P: number of correct samples of each prompt, among ``samples``. Intervals are normal ones over
-    prompts, cut off at 0 and 1. A single prompt has no spread: its interval is Wilson's for pass@1,
-    transformed by 1 − (1 − p)^k.
+    correct_P: number of correct samples of each prompt, among ``samples``. Intervals are those of
+    ``mean_share``. A single prompt has no spread: its interval is Wilson's for pass@1, transformed by
+    1 − (1 − p)^k.
     """
     found = {}
     for k in (1 << exponent for exponent in range(samples.bit_length())):
         each = [pass_at_k(correct, samples, k) for correct in correct_P]
-        found[k] = mean(sum(each), sum(value**2 for value in each), len(each))
-        found[k] = replace(found[k], low=max(0.0, found[k].low), high=min(1.0, found[k].high))
+        found[k] = mean_share(each)
         if len(each) == 1:
             one = wilson(correct_P[0], samples)
             found[k] = Estimate(each[0], 1 - (1 - one.low) ** k, 1 - (1 - one.high) ** k)
