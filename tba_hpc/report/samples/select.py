@@ -28,7 +28,8 @@ SortBy = Literal["newest", "oldest", "best", "worst", "changed"]
 
 State = Literal["waiting", "merged", "buffer", "gone"]
 """State of a trajectory. waiting: sealed, not merged. merged: merged since the newest checkpoint. buffer: in
-that checkpoint's replay buffer. gone: merged, but evicted from the buffer or rejected as a duplicate."""
+that checkpoint's replay buffer. gone: merged, but evicted from the buffer (perhaps as used up), or rejected
+as a duplicate."""
 
 RECORDED = ("uid", "prompt_id", "request_id", "reward", "version_oldest", "version_newest", "reference")
 """Fields of a trajectory's record that ``Sample`` has, too."""

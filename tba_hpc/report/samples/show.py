@@ -30,7 +30,7 @@ STATES = {
     "waiting": "not merged",
     "merged": "merged, no checkpoint since",
     "buffer": "in the buffer",
-    "gone": "not in the buffer: evicted, or equal to another",
+    "gone": "not in the buffer: used up, evicted, or equal to another",
 }
 
 EDGES = (0.1, 0.5, 1.5, 4.0)
