@@ -457,5 +457,5 @@ FIGURES = (
     Lines("Weights", "seconds to publish and to load them", WEIGHTS, _from_zero),
     Lines("Replay buffer", "trajectories", BUFFER, _counts),
     Lines("Learning rate", "of the step", _one("train/learning_rate"), _from_zero),
-    Lines("β", "KL coefficient of the step", _one("train/beta", ORANGE), _from_zero),
+    Lines("β", "KL coefficient, the target policy's temperature", _one("train/beta", ORANGE), _from_zero),
 )

@@ -67,7 +67,11 @@ STEP = {
     "train/value": Metric("reward", "estimated value V̂ of the prompt, mean over completions (OAPL)"),
     "train/reward": _curve("reward", "mean reward of the batch"),
     "train/learning_rate": _curve("no unit", "learning rate of the step"),
-    "train/beta": _curve("no unit", "KL coefficient of the step, β·T (T: train.target_temperature)"),
+    "train/beta": _curve(
+        "no unit",
+        "KL coefficient of the step, which is also the temperature of its target policy: β·T "
+        "(T: train.target_temperature)",
+    ),
     "train/reference_power": Metric(
         "no unit", "p = 1/(γ·T), power of the reference in the target policy (γ: train.reference_temperature)"
     ),
