@@ -291,7 +291,8 @@ def test_every_rank_is_asked_to_stop_exactly_once(
     code, out, _ = launched.end()
     assert code == (Exit.UNFINISHED if job and number != signal.SIGINT else 0)
     assert sorted(launched.hits().values()) == [1, 1, 1]
-    assert "stopping at the next safe point" in out
+    assert "stopping at the next safe point, with a checkpoint; from now on Ctrl-C kills" in out
+    assert (f"stopped; to resume: tba run {launched.run.path}" in out) == (code == Exit.UNFINISHED)
     assert launched.events() == ["start", "signal", "stopped"]
 
 

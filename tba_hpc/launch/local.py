@@ -434,6 +434,7 @@ def launch(
             steps = (number(record, "step", -1) for record in news.records() if "event" not in record)
             reached = max(steps, default=-1)
             if code != Exit.REFUSED and asked.preempted and not run.finished:
+                _say(console, f"stopped; to resume: {_again(run)}")
                 return Exit.UNFINISHED
             if code in (Exit.DONE, Exit.REFUSED) or asked.stop:
                 return code
@@ -441,6 +442,11 @@ def launch(
                 return Exit.NO_PROGRESS
             before = reached
             _say(console, "restarting all ranks from the last checkpoint")
+
+
+def _again(run: RunDir) -> str:
+    """Return the command that resumes a run on this machine."""
+    return shlex.join(["tba", "run", str(run.path)])
 
 
 def _attempt(
@@ -462,9 +468,8 @@ def _attempt(
     _once_possible(run, config, asked, lambda: read_regular(run.config_file))
     if asked.kill:
         log_event(run, "aborted")
-        again = shlex.join(["tba", "run", str(run.path)])
         how = "resume from the last checkpoint" if latest_checkpoint(run) else "start again from step 0"
-        _say(console, f"killed; to {how}: {again}")
+        _say(console, f"killed; to {how}: {_again(run)}")
         return code
     if asked.stop and not at_work(logs):
         _say(console, "stopped before all ranks had started: nothing was trained, nothing is lost")
@@ -563,7 +568,7 @@ def _watch(run: RunDir, world: Ranks, asked: Signals, display: LiveDisplay) -> i
             return 128 + signal.SIGINT
         if asked.stop and not world.stopping:
             log_event(run, "signal")
-            display.note("stopping at the next safe point, with a checkpoint; Ctrl-C again kills")
+            display.note("stopping at the next safe point, with a checkpoint; from now on Ctrl-C kills")
         if asked.stop and time.monotonic() - asked_at > ASK_AGAIN_SECONDS:
             asked_at = time.monotonic()
             world.ask_to_stop()
