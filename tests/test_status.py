@@ -252,9 +252,9 @@ def test_a_lack_of_space_is_said_with_the_end_of_the_wait_until_a_checkpoint_is_
     found = run_state(look(run))
     assert (found.state, found.words) == (
         "training",
-        f"training; the disk is full, and the run waits for space until {clock}",
+        f"training; the disk is full, and the trainer waits for space until {clock} at the latest",
     )
-    assert f"waits for space until {clock} · step 4/10" in plain_line(look(run))
+    assert f"waits for space until {clock} at the latest · step 4/10" in plain_line(look(run))
     write(run.metrics_file("trainer"), [{"time": time.time(), "event": "checkpoint", "step": 4}])
     assert run_state(look(run)).words == "training"
     write(run.metrics_file("trainer"), [{**left_out, "time": time.time()}])
@@ -694,7 +694,8 @@ def test_lines_that_are_no_events_are_passed_over(run: RunDir) -> None:
 
 
 def test_a_wait_for_space_that_is_over_is_given_no_end(run: RunDir) -> None:
-    waits = "; the disk is full, and the run waits"
+    seconds = run.config().launch.disk_seconds
+    waits = f"; the disk is full, and each rank waits for space for up to {seconds:g} s"
     for waited, words in ((0.0, "; the disk is full"), (0.5, waits), (1.2, "; the disk is full")):
         begun = time.time() - waited * run.config().launch.disk_seconds
         happen(run, begun, "start", attempt="attempt-001", trainers=1, searchers=2)

@@ -432,20 +432,20 @@ def _with_hint(monitor: RunMonitor, found: RunState) -> RunState:
 def _no_space(monitor: RunMonitor) -> str:
     """Return a clause on the lack of space on the run's disk; "" if none is known.
 
-    The trainer records until when it waits for space. If the disk has no room for this record, the wait is
-    taken to begin at the newest record, and to last ``launch.disk_seconds``, as in every rank. While new
-    records come, no rank waits: users such as root may write into reserved space.
+    The trainer records until when it waits for space; another rank may give up earlier, and end the run. If
+    the disk has no room for this record, ranks are taken to wait from the newest record on. Each waits for
+    ``launch.disk_seconds`` from its own first failure. While new records come, no rank waits: users such as
+    root may write into reserved space.
     """
     postponed, now = monitor.trainer.postponed, time.time()
     postponed = postponed if number(postponed, "time", 0.0) >= monitor._begun else {}
-    waits = "the disk is full, and the run waits for space until"
     if (until := number(postponed, "until", 0.0)) > now:
-        return f"{waits} {_clock(until)}"
+        return f"the disk is full, and the trainer waits for space until {_clock(until)} at the latest"
     if monitor.full:
-        since = max(monitor.newest or 0.0, monitor._begun) or now
-        end = since + monitor.config.launch.disk_seconds
-        waiting = since + 2 * record_seconds(monitor.config.launch.places) < now < end
-        return f"{waits} about {_clock(end)}" if waiting else "the disk is full"
+        launch, since = monitor.config.launch, max(monitor.newest or 0.0, monitor._begun) or now
+        waiting = since + 2 * record_seconds(launch.places) < now < since + launch.disk_seconds
+        each = f", and each rank waits for space for up to {launch.disk_seconds:g} s"
+        return "the disk is full" + (each if waiting else "")
     return f"no space for the checkpoint of step {number(postponed, 'step', 0):.0f}" if postponed else ""
 
 

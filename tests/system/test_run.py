@@ -356,6 +356,6 @@ def test_a_full_disk_stops_cleanly_and_the_run_goes_on_later(small_disk: Path) -
             ballast.write(b"\0" * 4096)
     code, out, err = finish(process)
     assert code == 2 and "free space or raise the quota" in err and "Traceback" not in err, out + err
-    assert "the disk is full, and the run waits for space until about" in out, out
+    assert "the disk is full, and each rank waits for space for up to " in out, out
     (small_disk / "ballast").unlink()
     assert_whole(run_to_end(small_disk))
