@@ -159,20 +159,22 @@ def run(
         return
     if done:
         typer.echo(f"{run_dir.path} is finished, so this is its summary; {AGAIN}", err=True)
-    else:
-        with owned(run_dir):
-            with though_output_is_lost():
-                typer.echo("".join(f"{sentence}\n" for sentence in said), nl=False, err=as_json)
-            modules.keep(create_run(resolved), resolved, modules.folder_of(config))
-            with notified(run_dir, resolved):
-                code = local.launch(run_dir, resolved, console=Terminal(stderr=as_json))
-            if code:
-                raise typer.Exit(code)
-    with though_output_is_lost():
-        steps = _show_results(run_dir, anew=not run_dir.finished, as_json=as_json)
-        if not run_dir.finished:
-            again = shlex.join(["tba", "run", str(run_dir.path)])
-            typer.echo(f"stopped at step {steps}/{resolved.train.steps}; to resume: {again}", err=as_json)
+        with though_output_is_lost():
+            _show_results(run_dir, anew=False, as_json=as_json)
+        return
+    with owned(run_dir):  # also while the results are written, so that tba stop --wait waits for them
+        with though_output_is_lost():
+            typer.echo("".join(f"{sentence}\n" for sentence in said), nl=False, err=as_json)
+        modules.keep(create_run(resolved), resolved, modules.folder_of(config))
+        with notified(run_dir, resolved):
+            code = local.launch(run_dir, resolved, console=Terminal(stderr=as_json))
+        if code:
+            raise typer.Exit(code)
+        with though_output_is_lost():
+            steps = _show_results(run_dir, anew=not run_dir.finished, as_json=as_json)
+            if not run_dir.finished:
+                again = shlex.join(["tba", "run", str(run_dir.path)])
+                typer.echo(f"stopped at step {steps}/{resolved.train.steps}; to resume: {again}", err=as_json)
 
 
 @app.command(rich_help_panel=TRAINING)

@@ -335,6 +335,17 @@ def test_searchers_come_and_go_while_a_run_trains(tmp_path: Path) -> None:
     assert code == 0 and "is finished: no searcher is needed" in out + err
 
 
+def test_a_stop_that_waits_returns_after_the_runs_last_line(tmp_path: Path) -> None:
+    process = start(tmp_path, "train.steps=100000")
+    wait_for(lambda: steps_done(tmp_path) >= 2, process)
+    code, out, err = finish(tba("stop", tmp_path / NAME, "--wait", "60"))
+    assert code == 0 and "has ended: stopped at step" in out, out + err
+    assert process.stdout is not None
+    os.set_blocking(process.stdout.fileno(), False)
+    assert f"; to resume: tba run {tmp_path / NAME}\n" in os.read(process.stdout.fileno(), 1 << 16).decode()
+    process.wait(START_SECONDS)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 24 MB."""
