@@ -22,10 +22,11 @@ from tba_hpc.commands.compare import (
     write_comparison,
 )
 from tba_hpc.config import parse_config
-from tba_hpc.report.estimates import difference, wilson
+from tba_hpc.report.estimates import difference, paired_difference, wilson
 from tba_hpc.report.plots import overlays, run_line
 from tba_hpc.report.tables import print_rows
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import Evaluation, write_evaluation
 
 
 @pytest.fixture
@@ -56,6 +57,45 @@ def test_differences_against_published_intervals(
     found = difference(wilson(*one), wilson(*other))
     assert found.value == pytest.approx(one[0] / one[1] - other[0] / other[1])
     assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "low", "high"),
+    [
+        ([1.0] + [-1.0] * 7 + [0.0] * 13, -0.508, -0.013),
+        ([0.0] * 98, -0.0277, 0.0277),
+        ([0.5, 1.5, 1.5, 0.5], 1 - 0.5658, 1 + 0.5658),
+    ],
+)
+def test_paired_differences_against_intervals_by_hand(gaps: list[float], low: float, high: float) -> None:
+    """Of 21 pairs one is won and 7 are lost; none of 98; rewards with a standard error of 1/√12."""
+    found = paired_difference(gaps)
+    assert found.value == pytest.approx(sum(gaps) / len(gaps))
+    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "answered", "paired"), [(b"same", 4, True), (b"other", 4, False), (b"same", 3, False)]
+)
+def test_answers_to_the_same_prompts_are_compared_in_pairs(
+    tmp_path: Path, prompts: bytes, answered: int, paired: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of the first run's three right answers of four stay right, and the fourth becomes so."""
+    runs = [new_run(tmp_path / name) for name in ("a", "b")]
+    for run, text, total in zip(runs, (b"same", prompts), (4, answered), strict=True):
+        run.inputs.mkdir(exist_ok=True)
+        (run.inputs / "test.crc32").write_bytes(text)
+        for at in (0, 10):
+            results = {prompt: float(run is runs[1] or prompt > 0) for prompt in range(total)}
+            counts = {"correct": int(sum(results.values())), "total": total, "tokens": 9, "truncated": 0}
+            part = Evaluation(split="test", step=at, results=results, **counts)  # type: ignore[arg-type]
+            write_evaluation(run, 0, 1, part)
+    compared = compare([run.path for run in runs])
+    independent = difference(wilson(answered, answered), wilson(3, 4))
+    assert compared[1].gain == (paired_difference([1.0, 0.0, 0.0, 0.0]) if paired else independent)
+    assert values(compared)["runs"][compared[1].name]["paired"] is paired
+    print_comparison(compared)
+    assert ("+25.0 points" in (text_ := capsys.readouterr().out)) and (", paired" in text_) is paired
 
 
 def test_only_what_differs_is_told_but_names_and_places(runs: list[RunDir]) -> None:

@@ -767,6 +767,7 @@ def test_an_evaluation_may_begin_before_the_one_before_is_judged() -> None:
     late = [*answers("test", 8, prompts[::2]), *answers("validation", 4, prompts[::2])]
     test, validation = [part for answer in late if (part := evaluator.count(answer, True, -1.5))]
     assert (test.split, test.total) == ("test", len(prompts[::2]))
+    assert (test.results, validation.results) == ({prompt.id: 1.0 for prompt in prompts[::2]}, {})
     assert validation.correct == len(prompts[::2])
     assert validation.ref_logprob == -1.5 * len(prompts[::2])
 

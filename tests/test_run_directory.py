@@ -505,6 +505,13 @@ def part(step: int, correct: int, total: int) -> Evaluation:
     return Evaluation(split="test", step=step, correct=correct, total=total, tokens=10 * total, truncated=1)
 
 
+def test_the_results_of_all_prompts_are_those_of_all_parts(run: RunDir) -> None:
+    for searcher, results in enumerate(({0: 0.25, 2: 1.0}, {1: -3.5})):
+        write_evaluation(run, searcher, 2, replace(part(80, correct=1, total=2), results=results))
+    whole = find_evaluation(run, "test", 80)
+    assert whole is not None and whole.results == {0: 0.25, 1: -3.5, 2: 1.0}
+
+
 def test_an_evaluation_is_there_when_all_parts_are(run: RunDir) -> None:
     write_evaluation(run, 0, 2, part(80, correct=3, total=5))
     assert find_evaluation(run, "test", 80) is None

@@ -14,10 +14,11 @@ from typing import Any
 
 from tba_hpc.config import ConfigError, differences, value_text
 from tba_hpc.report.data import RunData
-from tba_hpc.report.estimates import Estimate, difference
+from tba_hpc.report.estimates import Estimate, difference, paired_difference
 from tba_hpc.report.summary import Summary, summary_of, summary_rows
 from tba_hpc.report.tables import NOTHING, cell_text, print_rows
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.inputs import have_same_prompts
 
 NAMES = ("run.name", "run.root")
 """Config keys that only say which run it is, and so differ between any two runs."""
@@ -25,7 +26,10 @@ NAMES = ("run.name", "run.root")
 OF_REFERENCE = ("perplexity before", "perplexity after", "KL")
 """Figures that can only be compared between runs with the same reference."""
 
-INDEPENDENT = "those of differences treat the prompts of two runs as independent"
+DIFFERENCES = (
+    'those of differences are called "paired" if both runs answered the same prompts; others treat the '
+    "prompts of two runs as independent"
+)
 """Remark on the intervals of differences."""
 
 LEFT_OUT = "KL and perplexity are left out: these runs have different references"
@@ -36,15 +40,16 @@ LEFT_OUT = "KL and perplexity are left out: these runs have different references
 class Compared:
     """One of the runs that are compared.
 
-    gain: final score of this run minus that of the first run, with an interval that treats the prompts of
-    the two as independent. It is None for the first run, if a score is missing, or if the scores do not
-    measure the same thing.
+    gain: final score of this run minus that of the first run. It is None for the first run, if a score is
+    missing, or if the scores do not measure the same thing. paired: whether its interval is of differences
+    prompt by prompt; otherwise it treats the prompts of the two runs as independent.
     """
 
     name: str
     data: RunData
     summary: Summary
     gain: Estimate | None
+    paired: bool = False
 
 
 def compare(paths: Sequence[Path]) -> list[Compared]:
@@ -57,11 +62,25 @@ def compare(paths: Sequence[Path]) -> list[Compared]:
     for run in runs:
         data = RunData.read(run)
         name, summary = run.path.name if unique else str(run.path), summary_of(data)
-        after, first, gain = summary.score_after, found[0] if found else None, None
+        after, first, gain, gaps = summary.score_after, found[0] if found else None, None, []
         if first and after and first.summary.score_after and _score_of(first.data) == _score_of(data):
-            gain = difference(after, first.summary.score_after)
-        found.append(Compared(name, data, summary, gain))
+            gaps = _gaps(data, first.data)
+            gain = paired_difference(gaps) if gaps else difference(after, first.summary.score_after)
+        found.append(Compared(name, data, summary, gain, bool(gaps)))
     return found
+
+
+def _gaps(data: RunData, first: RunData) -> list[float]:
+    """Return by how much a run's final score of each test prompt exceeds the first run's.
+
+    Returns [] if the two did not answer the same prompts, or if not all of these answers have a result.
+    """
+    after, before = (run.evaluated("test")[-1] for run in (data, first))
+    if not len(after.results) == len(before.results) == after.total == before.total:
+        return []
+    if after.results.keys() != before.results.keys() or not have_same_prompts(data.run, first.run, "test"):
+        return []
+    return [score - before.results[prompt] for prompt, score in after.results.items()]
 
 
 def _score_of(data: RunData) -> tuple[object, ...]:
@@ -135,7 +154,7 @@ def _difference(run: Compared) -> str:
         text = f"{found.value:+.3f} ({found.low:+.3f} … {found.high:+.3f})"
     else:
         text = f"{100 * found.value:+.1f} points ({100 * found.low:+.1f} … {100 * found.high:+.1f})"
-    return text.replace("-", "−")
+    return text.replace("-", "−") + (", paired" if run.paired else "")
 
 
 def print_comparison(runs: Sequence[Compared], *, as_json: bool = False) -> None:
@@ -146,7 +165,7 @@ def print_comparison(runs: Sequence[Compared], *, as_json: bool = False) -> None
     print_rows(config_rows(runs) or [{"key": "their configs do not differ"}])
     print()
     print_rows(score_rows(runs))
-    print(f"\nin brackets: 95 % intervals; {INDEPENDENT}")
+    print(f"\nin brackets: 95 % intervals; {DIFFERENCES}")
     if not share_reference(runs):
         print(LEFT_OUT)
 
@@ -157,7 +176,7 @@ def values(runs: Sequence[Compared]) -> dict[str, Any]:
     for run in runs:
         scores = {"before": run.summary.score_before, "after": run.summary.score_after, "gain": run.gain}
         known = {name: asdict(found) if found else None for name, found in scores.items()}
-        each[run.name] = {**known, "summary": asdict(run.summary)}
+        each[run.name] = {**known, "paired": run.paired, "summary": asdict(run.summary)}
     return {"config": config_rows(runs), "runs": each}
 
 
@@ -175,7 +194,7 @@ def write_comparison(path: Path, runs: Sequence[Compared]) -> None:
         lines=[run_line(i) for i in range(len(runs))],
         tables=[config_rows(runs), score_rows(runs)],
         plots=overlays([run.data for run in runs], kl=share_reference(runs)),
-        independent=INDEPENDENT,
+        differences=DIFFERENCES,
         note="" if share_reference(runs) else LEFT_OUT,
         footer=footer(),
     )

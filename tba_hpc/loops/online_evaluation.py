@@ -26,10 +26,12 @@ class Share:
     """A searcher's share of an unfinished evaluation.
 
     part: sums over the answers judged so far. missing: ids of prompts whose answers are not judged yet.
+    results: see ``Evaluation``.
     """
 
     part: Evaluation
     missing: set[int]
+    results: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -105,9 +107,14 @@ class OnlineEvaluator:
         one = replace(one, answers=self._as_text(answer, correct, reward))
         if reward is not None and math.isfinite(reward):
             one = replace(one, graded=1, rewards=float(reward), squares=float(reward) ** 2)
+        score = float(correct if reward is None else reward)
+        if split == "test" and math.isfinite(score):
+            share.results[prompt] = score
         share.part += one
         share.missing.remove(prompt)
-        return None if share.missing else self._shares.pop((split, step)).part
+        if share.missing:
+            return None
+        return replace(self._shares.pop((split, step)).part, results=share.results)
 
     def _as_text(self, answer: Group, correct: bool, reward: float | None) -> tuple[Answer, ...]:
         """Return question and answer as text, or () if answers to this prompt are not kept."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, variance
+from statistics import NormalDist, fmean, pstdev, variance
 
 Z = NormalDist().inv_cdf(0.975)
 """Number of standard errors from a mean to either end of its 95 % interval."""
@@ -63,6 +63,19 @@ def difference(one: Estimate, other: Estimate) -> Estimate:
     below = math.hypot(one.value - one.low, other.high - other.value)
     above = math.hypot(one.high - one.value, other.value - other.low)
     return Estimate(gap, gap - below, gap + above)
+
+
+def paired_difference(gaps: Sequence[float]) -> Estimate:
+    """Estimate the mean of differences between two scores of the same prompts.
+
+    gaps: one per prompt. If all are −1, 0 or 1, as of right and wrong answers, the interval is that of Bonett
+    and Price (2012), which has a width even if there is no difference. Otherwise it is the normal one.
+    """
+    if not {-1.0, 0.0, 1.0}.issuperset(gaps):
+        return mean(sum(gaps), sum(gap * gap for gap in gaps), len(gaps))
+    padded = [*gaps, 1.0, -1.0]
+    centre, half = fmean(padded), Z * pstdev(padded) / math.sqrt(len(padded))
+    return Estimate(fmean(gaps), max(-1.0, centre - half), min(1.0, centre + half))
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:

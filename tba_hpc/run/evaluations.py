@@ -12,9 +12,9 @@ import math
 import operator
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -59,7 +59,8 @@ class Evaluation:
     sampled. ref_logprob: their summed log π_ref in nats; None without a reference model. graded: number of
     answers with a reward; rewards, squares: sums of these rewards and of their squares. score_name: the
     task's name for the share of correct answers; MEAN_REWARD if no answer can be called correct. answers: a
-    few answers as text, ascending by prompt id.
+    few answers as text, ascending by prompt id. results: score of each judged answer of the test split, by
+    prompt id: its reward, or 1 for a correct and 0 for a wrong answer of a task without rewards.
     """
 
     split: Split
@@ -75,6 +76,7 @@ class Evaluation:
     rewards: float = 0.0
     squares: float = 0.0
     cut_correct: int = 0
+    results: Mapping[int, float] = field(default_factory=dict)
 
     def __add__(self, other: Evaluation) -> Evaluation:
         """Join two parts of the same split and step."""
@@ -85,6 +87,7 @@ class Evaluation:
             **{name: getattr(self, name) + getattr(other, name) for name in SUMMED},
             ref_logprob=(self.ref_logprob or 0) + (other.ref_logprob or 0) if known else None,
             answers=tuple(answers[prompt] for prompt in sorted(answers)),
+            results={**self.results, **other.results},
         )
 
     @property

@@ -64,6 +64,12 @@ def require_same_prompts(run: RunDir, prompts: Mapping[Split, Sequence[Prompt]])
         publish(file, now.tobytes())
 
 
+def have_same_prompts(one: RunDir, other: RunDir, split: Split) -> bool:
+    """Return whether the prompts of a split were equal at the last starts of two runs; False if unknown."""
+    files = [run.inputs / f"{split}.crc32" for run in (one, other)]
+    return all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
+
+
 def require_same_model(run: RunDir, path: str, folder: Path) -> None:
     """Record digests of the model's files when a run begins, and compare them at every later start.
 
