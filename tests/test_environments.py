@@ -663,6 +663,8 @@ def test_rewards_by_name_see_the_last_turn_and_are_added(stage: Callable[..., St
     assert Sums.of(group, [2.3]).figures()["search/failed_calls"] == 0.5
     assert made.task.rewards(group.request.prompt, group.completions) == pytest.approx([2.3])
     assert made.task.reward_parts() == {"size": [4.0], "environment": [pytest.approx(0.3)]}
+    assert made.task.score_name == "mean reward", "a sum of two says nothing of correct answers"
+    assert stage("Till", ["5"], {"coins": 1}).task.score_name == "pass@1"
 
 
 def test_a_task_is_refused_before_anything_starts(own: Path) -> None:
