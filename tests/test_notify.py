@@ -22,6 +22,7 @@ from tba_hpc.report import notify
 from tba_hpc.report.run_state import QueueEntry
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.owners import owned
+from tba_hpc.run.slurm_queue import job_states
 
 SECRET = "T00/B00/oHsoSecret"
 
@@ -159,6 +160,49 @@ def test_a_job_that_queues_again_says_so_and_one_that_is_gone_too(tmp_path: Path
     first, gone, queue = told(tmp_path)
     assert first.startswith("start ") and queue.endswith(f"to queue again | tba status {run.path}")
     assert "job 7 is gone" in gone and gone.endswith(f"tba submit --config {run.path} --nodes 1")
+
+
+IN_JOB = {"job": "7", "id": "7", "reason": "", "nodes": "n", "start": "", "left": ""}
+
+
+@pytest.mark.parametrize(
+    ("state", "elapsed", "words", "command"),
+    [
+        ("COMPLETING", "0:00", "back in the queue at step 0", "tba status {run}"),
+        ("PENDING", "0:00", "back in the queue at step 0", "tba status {run}"),
+        ("COMPLETING", "1:30", "job 7 is gone, the run is at step 0", "tba submit --config {run} --nodes 1"),
+        ("UNKNOWN", "", "its job ends at step 0; without squeue here", "tba status {run}"),
+    ],
+)
+def test_a_job_that_slurm_ends_is_gone_only_if_slurm_does_not_requeue_it(
+    tmp_path: Path, state: str, elapsed: str, words: str, command: str
+) -> None:
+    run, now = run_that_tells(tmp_path, command=to_file(tmp_path)), time.time()
+    for kind in ("allocated", "start"):
+        happen(run, now, kind, job="7", attempt="attempt-001", trainers=1, searchers=2, nodes="n")
+    notify.Notifier(run, lambda _: [{**IN_JOB, "state": state, "elapsed": elapsed}], since=now - 1).leave()
+    (line,) = [line for line in told(tmp_path) if line.startswith("end ")]
+    assert words in line and line.endswith(f" | {command.format(run=run.path)}")
+
+
+@pytest.mark.parametrize("follower", ["PENDING", "CANCELLED"])
+def test_in_a_chain_the_next_job_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, follower: str
+) -> None:
+    run, now = run_that_tells(tmp_path, command=to_file(tmp_path)), time.time()
+    (run.path / "slurm").mkdir()
+    (run.path / "slurm/job").write_text("99\n")
+    (run.path / "slurm/chain").write_text("99\n100\n101\n")
+    rows = [f"{job}|{state}||||||{run.path}" for job, state in ((99, "RUNNING"), (100, follower))]
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\nprintf '%s\\n' '{rows[0]}' '{rows[1]}'\n")
+    (tmp_path / "squeue").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for kind in ("allocated", "start", "stopped"):
+        happen(run, now, kind, job="99", attempt="attempt-001", trainers=1, searchers=2, nodes="n")
+    notify.Notifier(run, job_states, since=now - 1).leave()
+    on, again = f"; job 100 continues | tba status {run.path}", f" | tba submit --config {run.path} --nodes 1"
+    end = on if follower == "PENDING" else again
+    assert told(tmp_path)[-1] == f"end {run.path.name}: stopped at step 0{end}"
 
 
 def test_a_start_that_nobody_saw_before_the_end_is_told_with_it(tmp_path: Path) -> None:

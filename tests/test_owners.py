@@ -386,9 +386,9 @@ def be_job(monkeypatch: pytest.MonkeyPatch, job: str, restarts: int = 0) -> None
 @pytest.mark.parametrize(
     ("answer", "ago", "free"),
     [
-        ("echo '17|RUNNING|||||'", 1000.0, False),  # between two starts of the ranks nobody gives a sign
-        ("echo '17|SUSPENDED|||||'", 1000.0, False),
-        ("echo '17|PENDING|||||'", 1.0, True),  # its turn comes again, and then it is refused
+        ("echo '17|RUNNING||||||'", 1000.0, False),  # between two starts of the ranks nobody gives a sign
+        ("echo '17|SUSPENDED||||||'", 1000.0, False),
+        ("echo '17|PENDING||||||'", 1.0, True),  # its turn comes again, and then it is refused
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", 1.0, True),
         ("true", 1.0, True),
         ("exit 1", 1.0, False),  # Slurm does not answer: the ranks' last sign of life decides
@@ -411,7 +411,7 @@ def test_a_job_is_not_refused_by_its_own_leftovers(
     run: RunDir, squeue: Squeue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another start of its ranks, a requeue, on other nodes: at once; a second job is told of the first."""
-    squeue("echo '17|RUNNING|||||'")
+    squeue("echo '17|RUNNING||||||'")
     monkeypatch.setattr(owners, "SILENT_OWNER_SECONDS", 0.5)
     monkeypatch.setattr(owners, "EARLIER_OWNER_SECONDS", 0.5)
     be_job(monkeypatch, "17")
@@ -430,7 +430,7 @@ def test_a_job_is_not_refused_by_its_own_leftovers(
 def test_two_launchers_in_one_job_refuse_each_other(
     run: RunDir, squeue: Squeue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    squeue("echo '17|RUNNING|||||'")
+    squeue("echo '17|RUNNING||||||'")
     claimed(run, replace(ELSEWHERE, job="17", restarts="0"))
     be_job(monkeypatch, "17")
     assert not is_free(run)

@@ -662,7 +662,7 @@ def test_whoever_stops_or_submits_a_run_waits_for_a_slow_squeue(
 ) -> None:
     (run.path / "slurm").mkdir()
     (run.path / "slurm/job").write_text("7\n")
-    (tmp_path / "squeue").write_text(f"#!/bin/sh\nsleep 0.4; echo '7|RUNNING|None|n1|||{run.path}'\n")
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\nsleep 0.4; echo '7|RUNNING|None|n1||||{run.path}'\n")
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(slurm_queue, "SQUEUE_SECONDS", 0.1)

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from threading import Event
 
 import psutil
@@ -33,7 +34,7 @@ from tba_hpc.report.status import cells
 from tba_hpc.report.tables import NOTHING
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.signals import die_with
-from tba_hpc.run.slurm_queue import FORGOTTEN
+from tba_hpc.run.slurm_queue import FORGOTTEN, NO_ANSWER, QUEUED, next_job
 
 log = logging.getLogger(__name__)
 
@@ -109,17 +110,31 @@ class Notifier:
 
     def leave(self) -> None:
         """Report how the run or its job has ended; called when the launcher or the batch script ends."""
-        self._monitor = RunMonitor(self._run, lambda run: [_after_job(entry) for entry in self._queue(run)])
+        job = self._queue(self._run)
+        self._monitor = RunMonitor(self._run, lambda _: [_after_script(entry) for entry in job])
         self._monitor.update()
         self._tell_of_start()
         self._tell_of_alerts()
+        last = self._last_words(job)
+        if last.over:
+            self._tell_of(last)
+        else:
+            self._send("end", last.words, last.command or self._command("status"))
+
+    def _last_words(self, job: list[QueueEntry]) -> RunState:
+        """Return the run's state once its launcher or batch script has ended. job: as Slurm sees it now."""
+        now, step = run_state(self._monitor), self._monitor.step
         if self._monitor.last_event == "requeue":
-            words = f"leaves its nodes at step {self._monitor.step}, to queue again"
-            self._send("end", words, self._command("status"))
-        elif (now := run_state(self._monitor)).over:
-            self._tell_of(now)
-        else:  # the launcher ended without noting an event
-            self._send("end", f"its launcher has ended: {now.words}", self._command("status"))
+            return RunState("requeued", f"leaves its nodes at step {step}, to queue again")
+        if now.over and (follower := next_job(self._run)):
+            return RunState(now.state, f"{now.words}; job {follower} continues")
+        if now.state == "gone" and NO_ANSWER in {entry["state"] for entry in job}:
+            return RunState(
+                "gone", f"its job ends at step {step}; without squeue here, it may be requeued or gone"
+            )
+        if now.over or now.state in ("queued", "requeued"):
+            return now
+        return replace(now, words=f"its launcher has ended: {now.words}")  # it noted no event
 
     def _tell_of_start(self) -> None:
         attempt, steps = self._monitor.attempt, self._monitor.config.train.steps
@@ -190,9 +205,14 @@ def _run(command: list[str], environment: dict[str, str]) -> None:
         log.warning("%s: %s", command[0], getattr(error, "strerror", None) or type(error).__name__)
 
 
-def _after_job(entry: QueueEntry) -> QueueEntry:
-    """Return a job's component in the state that it will have once its batch script has ended."""
-    return {**entry, "state": FORGOTTEN}
+def _after_script(entry: QueueEntry) -> QueueEntry:
+    """Return a job's component in the state that it will have once its batch script has ended.
+
+    While a requeued job leaves its nodes, squeue calls it COMPLETING, as if it ended for good, but counts its
+    wall time from 0 again.
+    """
+    requeued = entry["state"] == "COMPLETING" and entry["elapsed"] == "0:00"
+    return {**entry, "state": "REQUEUED" if requeued or entry["state"] in QUEUED else FORGOTTEN}
 
 
 # --- The process ---

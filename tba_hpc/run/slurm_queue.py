@@ -43,11 +43,12 @@ SQUEUE_FIELDS = {
     "nodes": "%N",
     "start": "%S",
     "left": "%L",
+    "elapsed": "%M",
     "comment": "%k",
 }
 """Fields of a job component (a het job has several), with squeue's format code of each.
 
-``start`` is an estimate while the job waits. ``left`` is the remaining wall time.
+``start`` is an estimate while the job waits. ``elapsed`` and ``left`` are used and remaining wall time.
 """
 
 MEBIBYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
@@ -152,6 +153,17 @@ def jobs_of(run: RunDir) -> list[str]:
         for file in (run.path / "slurm/job", run.path / "slurm/chain")
     )
     return chain[chain.index(job[0]) :] if job and job[0] in chain else job
+
+
+def next_job(run: RunDir) -> str:
+    """Return the id of the job that continues the run's chain once its present job has ended; "" for none.
+
+    If squeue is missing or does not answer, all jobs that the chain still lists count as queued.
+    """
+    links = jobs_of(run)[1:]
+    rows = components(*links) if links else []
+    waiting = (link for link in links if rows is None or active([row for row in rows if row["job"] == link]))
+    return next(waiting, "")
 
 
 def job_states(run: RunDir, *, seconds: float | None = None) -> list[dict[str, str]]:

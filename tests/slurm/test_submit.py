@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,10 @@ SUBMIT = (sys.executable, str(REPOSITORY / "tools" / "submit.py"))
 pytestmark = [pytest.mark.mpi, pytest.mark.slurm]
 
 
-def _config(root: Path) -> Config:
+def _config(root: Path, **run: object) -> Config:
     return parse_config(
         {
-            "run": {"name": "hello", "root": str(root)},
+            "run": {"name": "hello", "root": str(root), **run},
             "model": {"path": "none"},
             "train": {"prompts_per_step": 2, "completions_per_prompt": 2},
         }
@@ -345,6 +346,37 @@ def test_a_lost_searcher_node_requeues_a_het_job(cluster: Cluster, tmp_path: Pat
     _working(cluster, run, 2)
     assert "node3" not in {rank["host"] for rank in _ranks(run, 2)}
     cluster.run("scancel", job)
+
+
+def test_only_a_job_that_is_gone_is_reported_so(cluster: Cluster, tmp_path: Path) -> None:
+    """By the process of run.notify in the job, while Slurm calls the job COMPLETING in all three cases."""
+    told = tmp_path / "told"
+    command = ["sh", "-c", f'echo "$TBA_EVENT $1" >> {told}', "told"]
+    run, site = RunDir.create(_config(tmp_path, notify={"command": command})), _site(10_000)
+    (run.path / "slurm").mkdir()
+    order = Job(name="tba-hello", run=run.path, rank=HELLO, tba=(sys.executable, "-m", "tba_hpc"))
+    job = slurm.submit(run, batch_script(order, plan(run.config(), site, 3), site))
+
+    def told_of(number: int) -> str:
+        lines = told.read_text().splitlines() if told.exists() else []
+        return lines[number] if lines[number:] else ""
+
+    def end_by(fault: Callable[[], object], start: int) -> str:
+        """What is said of the end of a start of the ranks, after its start has been reported."""
+        _working(cluster, run, start)
+        for number, kind in ((2 * start - 2, "start"), (2 * start - 1, "end")):
+            line = cluster.until(partial(told_of, number), kind, 90, seen=partial(_log, run))
+            assert line.startswith(f"{kind} {run.path.name}: ")
+            if kind == "start":
+                fault()
+        return line.partition(": ")[2]
+
+    back = "ended by Slurm (requeued, preempted or a node lost), back in the queue at step 0"
+    ends = f"{back} | tba status {run.path}"
+    assert end_by(lambda: cluster.run("scontrol", "requeue", job), 1) == ends
+    assert end_by(lambda: cluster.crash(_ranks(run, 2)[-1]["host"]), 2) == ends
+    gone = end_by(lambda: cluster.run("scancel", job), 3)
+    assert gone.startswith(f"job {job} is gone, the run is at step 0 | tba submit --config {run.path} ")
 
 
 @pytest.fixture
