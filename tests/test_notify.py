@@ -100,9 +100,10 @@ def test_a_run_is_told_of_from_its_start_to_its_end(tmp_path: Path, server: Serv
         ]
         write(run.metrics_file("trainer"), [step(number, now, loss=1.0) for number in range(1, 4)])
         happen(run, now, "failed", code=1)
-        begin(run, now, attempt=2)
+        begin(run, now + 1, attempt=2)
         told_of.look()
-        assert told(tmp_path)[1].startswith(f"start {run.path.name}: started again (attempt-002) at step 3")
+        again = f"start {run.path.name}: started again (attempt-002) at step 0 of {steps}, repeating 3 steps"
+        assert told(tmp_path)[1].startswith(again)
         evaluate(run, "test", 0, (20, 21))
         evaluate(run, "test", steps, (40, 45))
         run.mark_finished()
@@ -160,6 +161,32 @@ def test_a_job_that_queues_again_says_so_and_one_that_is_gone_too(tmp_path: Path
     first, gone, queue = told(tmp_path)
     assert first.startswith("start ") and queue.endswith(f"to queue again | tba status {run.path}")
     assert "job 7 is gone" in gone and gone.endswith(f"tba submit --config {run.path} --nodes 1")
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_start_after_a_crash_is_at_the_last_checkpoint(tmp_path: Path, resumed: bool) -> None:
+    """resumed: whether the trainer has begun, and taken two steps, when it is looked for."""
+    run, now = run_that_tells(tmp_path, command=to_file(tmp_path)), time.time()
+    begin(run, now - 60)
+    write(
+        run.metrics_file("trainer"),
+        [
+            {"time": now - 55, "event": "started", "step": 0},
+            *(step(number, now - 50, loss=1.0) for number in range(1, 6)),
+            {"time": now - 45, "event": "checkpoint", "step": 5},
+            *(step(number, now - 40, loss=1.0) for number in range(6, 9)),
+        ],
+    )
+    told_of = notify.Notifier(run, no_job, since=now - 1)
+    happen(run, now - 30, "failed", code=137)
+    begin(run, now, attempt=2)
+    if resumed:
+        again = [step(number, now + 2, loss=1.0) for number in (6, 7)]
+        write(run.metrics_file("trainer"), [{"time": now + 1, "event": "resumed", "step": 5}, *again])
+    with owned(run):
+        told_of.look()
+    end = f"at step 5 of {run.config().train.steps}, repeating 3 steps | tba status {run.path}"
+    assert told(tmp_path) == [f"start {run.path.name}: started again (attempt-002) {end}"]
 
 
 IN_JOB = {"job": "7", "id": "7", "reason": "", "nodes": "n", "start": "", "left": ""}

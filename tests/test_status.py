@@ -369,6 +369,26 @@ def test_an_attempt_starts_with_the_step_and_the_pace_of_the_steps_that_count(ru
     assert (monitor.phase, monitor.step, monitor.eta) == ("training", 5, 5 * 55 / 5)
 
 
+def test_after_a_crash_a_run_is_at_its_last_checkpoint_once_it_starts_again(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(run)
+    write(run.metrics_file("trainer"), [{"time": time.time() - 2, "event": "checkpoint", "step": 3}])
+
+    def shown() -> tuple[int, str]:
+        print_status(run, no_job, as_json=True)
+        print_status(run, no_job, console=Console(width=200))
+        figures, _, lines = capsys.readouterr().out.partition("\n}\n")
+        found = re.search(r"^step +(\d+/\d+)", lines, re.MULTILINE)
+        return json.loads(figures + "}")["step"], found[1] if found else lines
+
+    assert shown() == (4, "4/10"), "the checkpoint took a step to write"
+    happen(run, time.time() - 1, "failed", code=137)
+    assert shown() == (4, "4/10")
+    happen(run, time.time(), "start", attempt="attempt-002", trainers=1, searchers=2)
+    assert shown() == (3, "3/10")
+
+
 @pytest.mark.parametrize(
     ("start", "words"),
     [(10, "job 7 has its nodes again, no word from it yet"), (-60, "stopped at step 4, leaving its nodes")],

@@ -27,7 +27,7 @@ import psutil
 
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.core import web
-from tba_hpc.core.wording import printable
+from tba_hpc.core.wording import count, printable
 from tba_hpc.report.alerts import Alert
 from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, RunState, run_state
 from tba_hpc.report.status import cells
@@ -141,7 +141,10 @@ class Notifier:
         if attempt and attempt.name != self._attempt and attempt.start >= self._since:
             self._attempt, self._state = attempt.name, ""
             how = "started" if len(self._monitor.attempts) == 1 else f"started again ({attempt.name})"
-            self._send("start", f"{how} at step {self._monitor.step} of {steps}", self._command("status"))
+            repeated = count(self._monitor.repeated, "step")
+            again = f", repeating {repeated}" if self._monitor.repeated else ""
+            words = f"{how} at step {self._monitor.first_step} of {steps}{again}"
+            self._send("start", words, self._command("status"))
 
     def _tell_of_alerts(self) -> None:
         for alert in self._new_alerts():

@@ -109,6 +109,25 @@ class RunMonitor(RunData):
         return trainer.phase if number(trainer.latest, "time", 0.0) >= self._begun else ""
 
     @property
+    def step(self) -> int:
+        """Number of optimizer steps done, without those that an attempt will repeat once it has started."""
+        starting = self.attempt and not self.phase and not self.finished
+        return self.first_step if starting else super().step
+
+    @property
+    def first_step(self) -> int:
+        """Step from which the newest attempt begins; while it starts, that of the last checkpoint."""
+        resumed = self.trainer.stretches[-1:] if self.phase else []
+        return resumed[0].first if resumed else int(number(self.trainer.checkpoint, "step", 0))
+
+    @property
+    def repeated(self) -> int:
+        """Number of steps of earlier attempts that the newest one repeats."""
+        earlier = [stretch.last for stretch in self.trainer.stretches[:-1]]
+        last = max(earlier[-1:], default=0) if self.phase else self.trainer.step
+        return max(0, last - self.first_step)
+
+    @property
     def _begun(self) -> float:
         """Start of the newest attempt, unix seconds; earlier records belong to other attempts.
 
