@@ -138,8 +138,10 @@ def _stop_job(run: RunDir, job: ActiveJob) -> str:
         return f"job {job.number} was waiting in the queue, and is cancelled; {then}"
     if jobs[1:]:
         ask("scancel", *jobs[1:])
-    ask("scancel", "--batch", "--signal=USR1", job.number)
     then = f"to resume then: {_again(run)}{_staying(run)}"
+    if job.state == "COMPLETING":  # Slurm sends it no more signals; if requeued, it reads the file
+        return f"job {job.number} is ending already, and will not train again; {then}"
+    ask("scancel", "--batch", "--signal=USR1", job.number)
     return f"job {job.number} is asked to checkpoint and end, not to requeue; {then}"
 
 

@@ -115,6 +115,23 @@ def test_a_cancelled_job_ends_at_once(cluster: Cluster, tmp_path: Path) -> None:
     assert "requeue" not in _events(run)
 
 
+def test_a_job_that_ends_already_is_not_asked_to(cluster: Cluster, tmp_path: Path) -> None:
+    run = RunDir.create(_config(tmp_path))
+    (run.path / "slurm").mkdir()
+    script = f"#!/bin/bash\n#SBATCH --comment={run.path}\ntrap : TERM\nwhile :; do sleep 1; done\n"
+    first = cluster.submit(script)
+    second = cluster.submit(script, f"--dependency=afterany:{first}")
+    (run.path / "slurm/job").write_text(f"{first}\n")
+    (run.path / "slurm/chain").write_text(f"{first}\n{second}\n")
+    cluster.wait(first, "RUNNING")
+    time.sleep(0.5)  # until the script ignores Slurm's request to end
+    assert stop.cancel(run).startswith(f"job {first} is cancelled; ")
+    cluster.wait(first, "COMPLETING")
+    done = tba("stop", run.path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"job {first} is ending already, and will not train again; to resume then")
+
+
 def test_a_job_waits_for_another_through_its_requeues(cluster: Cluster, tmp_path: Path) -> None:
     first, script = _run(tmp_path / "first", _site(20))
     job = slurm.submit(first, script)
