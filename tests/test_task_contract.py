@@ -253,6 +253,27 @@ def test_the_first_failure_for_each_reason_is_logged_and_then_one_in_a_hundred(
     ]
 
 
+def test_errors_of_one_line_have_one_reason_whatever_data_they_quote(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of two lines, or of two classes, they have two."""
+
+    def first(text: str) -> None:
+        raise KeyError(text) if text == "a" else ValueError(text)
+
+    def second(text: str) -> None:
+        raise ValueError(text)
+
+    failures = Failures("failures", "on")
+    for fail in (first, second):
+        for text in "abcd":
+            try:
+                fail(text)
+            except (KeyError, ValueError) as error:
+                failures.note(f"{fail.__name__} {text}", error)
+    assert [said.partition(";")[0] for said in caplog.messages] == ["first a", "first b", "second a"]
+
+
 def test_failures_without_an_error_have_what_happened_as_their_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -98,8 +98,17 @@ def raised_at(error: BaseException) -> str:
 
     For example: raised KeyError: 'gold' (r.py:7 in reward).
     """
-    where = _last_line(traceback.extract_tb(error.__traceback__))
+    where = _origin(error)
     return f"raised {in_words(error)}{where and f' ({where})'}"
+
+
+def kind_of(error: BaseException) -> str:
+    """Return an exception's class and the line of user code that raised it; empty if that is not known.
+
+    Exceptions of one kind may differ in their texts, which often quote data.
+    """
+    where = _origin(error)
+    return f"{type(error).__qualname__} ({where})" if where else ""
 
 
 def where_is(thread: int) -> tuple[str, str]:
@@ -109,6 +118,11 @@ def where_is(thread: int) -> tuple[str, str]:
     """
     stack = traceback.extract_stack(sys._current_frames()[thread])
     return _last_line(stack) or _line(stack[-1]), "".join(stack.format())
+
+
+def _origin(error: BaseException) -> str:
+    """Return the last line of user code in an exception's traceback; empty if there is none."""
+    return _last_line(traceback.extract_tb(error.__traceback__))
 
 
 def _last_line(stack: traceback.StackSummary) -> str:

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.own_code import in_words
+from tba_hpc.core.own_code import in_words, kind_of
 from tba_hpc.core.ports import Task
 from tba_hpc.core.types import Completion, Prompt, Split
 
@@ -183,10 +183,12 @@ class Failures:
         """Count a failure. Log it if it is the first for its reason, and then every TOLD_EVERY-th.
 
         what: clause that describes the failure. error: the exception, if any. The reason is the exception's
-        text, or ``what`` if there is none, without its numbers. counts: whether the failure counts towards
-        the limit. Raises ConfigError at the limit.
+        class and line of user code. If these are unknown, it is the exception's text, or ``what`` if there
+        is none, without its numbers. counts: whether the failure counts towards the limit. Raises
+        ConfigError at the limit.
         """
-        reason = NUMBER.sub("#", in_words(error) if error else what)
+        text = in_words(error) if error else what
+        reason = (error and kind_of(error)) or NUMBER.sub("#", text)
         if reason not in self._seen and len(self._seen) >= MOST_REASONS:
             reason = OTHER_REASONS
         before = self._seen[reason]
