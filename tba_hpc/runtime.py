@@ -284,7 +284,7 @@ def _search_for_a_while(run: RunDir, config: Config) -> None:
         log.info("%s is finished: no searcher is needed", run.path)
         return
     with leaving_at_once(), leased_slot(run, config) as slot, explained():
-        log.info("holding slot %d of %s", slot.searcher, run.path)
+        log.info("searcher %d, in slot %d of %s", slot.searcher, slot.searcher - FIRST_ELASTIC, run.path)
         Placement.alone(config, slot.searcher).choose_gpus()
         seed = _seed(config, slot.searcher, slot.lease)  # not of the attempt, since there may be none yet
         _stay(SearchParts.make(run, config, slot.searcher, seed=seed), slot)

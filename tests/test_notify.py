@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from recorded import evaluate, happen, new_run, step, write
+from recorded import evaluate, happen, new_run, search, step, write
 
 from tba_hpc.config import ConfigError, load_config, parse_config
 from tba_hpc.report import notify
@@ -254,6 +254,25 @@ def test_an_alert_is_told_once_though_its_figure_changes(tmp_path: Path) -> None
         notify.Notifier(run, no_job, since=now - 1, beside=True).look()  # of the next attempt
     alerts = [line for line in told(tmp_path) if line.startswith("alert ")]
     assert len(alerts) == 1 and f"| tba report {run.path}" in alerts[0]
+
+
+def test_an_alert_names_a_command_that_can_be_pasted(tmp_path: Path) -> None:
+    run, now = run_that_tells(tmp_path, command=to_file(tmp_path)), time.time()
+    begin(run, now)
+    write(run.metrics_file("searcher", 0), [search(now, 100, 1000, rejected=10)])
+    with owned(run):
+        notify.Notifier(run, no_job, since=now - 1).look()
+    (line,) = [line for line in told(tmp_path) if line.startswith("alert ")]
+    assert f" (see tba logs {run.path} --rank searcher-0) | tba report {run.path}" in line
+
+
+def test_a_watch_of_a_finished_run_says_so(tmp_path: Path) -> None:
+    run = run_that_tells(tmp_path, command=to_file(tmp_path))
+    run.mark_finished()
+    command = [sys.executable, "-m", "tba_hpc", "watch", str(run.path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, told(tmp_path)) == (0, [])
+    assert done.stderr.endswith(f" {run.path} is finished: there is nothing left to report\n")
 
 
 def test_an_alert_that_comes_back_after_an_hour_is_told_again(tmp_path: Path) -> None:

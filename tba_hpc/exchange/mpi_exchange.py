@@ -47,6 +47,7 @@ import numpy as np
 from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError, Write
 from tba_hpc.core.prompts import Progress
 from tba_hpc.core.types import Publication, Shard, WeightLayout, WeightUpdate
+from tba_hpc.core.wording import count
 from tba_hpc.exchange.hdf5_shards import parse_shard
 from tba_hpc.exchange.mpi_world import BUCKET_MB, LEADER, LONGEST_PAUSE, MpiWorld, Pending, Tag
 from tba_hpc.run.background import Worker, at_once
@@ -158,8 +159,8 @@ class MpiTrainerExchange:
         self._stop_requested = False
         self._closing = self._ended = False
         log.info(
-            "exchange: %d ranks on %d nodes, %.1f MB of weights",
-            *(world.comm.size, memory.nodes, memory.layout.nbytes / 1e6),
+            "exchange: %s on %s, %.1f MB of weights",
+            *(count(world.comm.size, "rank"), count(memory.nodes, "node"), memory.layout.nbytes / 1e6),
         )
 
     def publish(self, publication: Publication, write: Write) -> bool:

@@ -148,7 +148,8 @@ class Notifier:
 
     def _tell_of_alerts(self) -> None:
         for alert in self._new_alerts():
-            self._send("alert", f"alert: {alert.short}", self._command("report"))
+            words = alert.short.replace(" RUN ", f" {shlex.quote(str(self._run.path))} ")
+            self._send("alert", f"alert: {words}", self._command("report"))
 
     def _new_alerts(self) -> list[Alert]:
         """Return the present alerts that were not seen in the last QUIET_SECONDS, and note all as seen."""
@@ -232,6 +233,9 @@ def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
     if not config.run.notify.wanted:
         raise ConfigError(f"{run.path} sends no messages: set run.notify, as docs/running.md shows")
     require_addresses(config)
+    if run.finished and not beside:
+        log.info("%s is finished: there is nothing left to report", run.path)
+        return
     asked = Event()
 
     def leave(*_: object) -> None:
