@@ -18,6 +18,7 @@ import pytest
 
 from tba_hpc.config import FIRST_ELASTIC, parse_config
 from tba_hpc.launch import supervise
+from tba_hpc.report.attempts import attempts
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
 from tba_hpc.run.owners import owned
@@ -207,6 +208,19 @@ def test_before_a_node_is_given_up_it_is_asked_twice(run: RunDir) -> None:
     assert _place(run, "n2 n4", look=0, **HET) == "look"
     assert _place(run, "n2 n4", look=0, **ONE) == "look"
     assert _events(run) == []
+
+
+def test_a_node_that_slurm_has_taken_out_of_the_job_is_named_once(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _next(run, "begin", hosts="n2 n3 n4")
+    assert _place(run, "n2 n3 n4", **ONE) == "go 3 4 attempt-002"
+    _next(run, "ended", code=137)
+    for attempt in (3, 4):
+        assert _place(run, "n2 n4", **ONE | {"hosts": "n2 n4"}) == f"go 2 2 attempt-{attempt:03d}"
+    assert capsys.readouterr().err.count("n3 is lost; the job still has n2 n4") == 1
+    assert _events(run) == ["allocated", "start", "failed", "unreachable", "start", "start"]
+    assert attempts(read_events(run))[0].note == "exit status 137, n3 unreachable"
 
 
 def test_the_first_nodes_train_and_ranks_lie_in_blocks(run: RunDir) -> None:

@@ -175,6 +175,7 @@ def begin(job: JobState) -> str:
     claim_for_job(RunDir.open(job.run))
     write_atomic(job.mark("job"), this_job() + "\n")
     job.mark("allocated").touch()
+    job.mark("nodes").write_text(" ".join(job.hosts))
     job.log("allocated", nodes=",".join(job.hosts))
     if job.finished:
         say(f"the run is finished already: {job.run}/summary.json")
@@ -214,6 +215,11 @@ def start(job: JobState) -> str:
     if missing and not job.last_look:
         say(f"no answer yet from {' '.join(missing)}: asking again")
         return "look"
+    there = [host for host in hosts if host not in missing]
+    for host in sorted({*_read(job.mark("nodes")).split()}.difference(hosts)):
+        job.log("unreachable", nodes=host)
+        say(f"{host} is lost; the job still has {' '.join(there)}")
+    job.mark("nodes").write_text(" ".join(there))
     for host in missing:
         sick = f"?{host}" in job.answers or host in blind
         job.log("unhealthy" if sick else "unreachable", nodes=host)

@@ -42,8 +42,8 @@ class Attempt:
     name: such as ``attempt-003``, empty if no ranks were started. job: id of the Slurm job, or empty.
     restarts: how often this job had been requeued. trainers, searchers: numbers of ranks. start, end: unix
     seconds; ``end`` is None while the attempt goes on, or if no event notes its end. outcome: one of ENDS,
-    KILLED, or empty while it goes on. note: exit status of a failure, or the sentence of a refusal. requeued:
-    whether the job then went back to the queue.
+    KILLED, or empty while it goes on. note: exit status of a failure, with nodes that were unreachable after
+    it, or the sentence of a refusal. requeued: whether the job then went back to the queue.
     """
 
     name: str = ""
@@ -78,6 +78,8 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
         elif last and kind in ENDS:
             note = event.get("sentence") or (f"exit status {event['code']}" if "code" in event else "")
             found[-1] = replace(last, end=event["time"], outcome=event["event"], note=note)
+        elif last and kind == "unreachable" and same and last.outcome == "failed":
+            found[-1] = replace(last, note=f"{last.note}, {event.get('nodes')} unreachable")
         elif last and kind == "requeue" and same:
             found[-1] = replace(last, requeued=True, end=last.end or event["time"])
     return found

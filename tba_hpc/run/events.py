@@ -46,7 +46,7 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
     stopped     the ranks ended because they were asked to, or because the job's time was over
     signal      the batch script, or ``tba run``, was asked to stop
     requeue     the batch script puts its job back into the queue
-    unreachable ``nodes`` do not answer
+    unreachable ``nodes`` do not answer, or Slurm has taken them out of the job
     unhealthy   ``nodes`` failed the check before a start, so the job excludes them from its next start
     draining    ``nodes`` are about to be drained, so the job leaves them
     hung        srun did not end when its job step had ended, and was killed

@@ -420,6 +420,8 @@ def test_a_homogeneous_job_goes_on_without_a_lost_node(cluster: Cluster, tmp_pat
     assert [rank["size"] for rank in ranks] == [4] * 4
     assert [rank["restarts"] for rank in ranks] == [0] * 4
     assert _starts(run)[1] == (2, 2)
+    assert "node3 is lost; the job still has node1 node2" in _log(run)
+    assert _events(run) == ["allocated", "failed", "unreachable"]
     cluster.run("scancel", job)
 
 
