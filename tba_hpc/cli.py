@@ -476,7 +476,7 @@ def doctor(
 
 @app.command(hidden=True)
 def trial_rank(verb: str, run: RunPath) -> None:
-    """Run one rank of the job that ``tba doctor --launch`` starts."""
+    """Run one rank of the job that ``tba doctor --launch`` starts. VERB: train or search."""
     from tba_hpc.checks import rank
 
     role = VERBS[verb]
@@ -716,10 +716,10 @@ def _open(path: Path, role: Role, index: int | None) -> RunDir:
 
 
 def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> int:
-    """Write and print the run's summary; return the number of optimizer steps done.
+    """Write and print the run's summary, and write its report; return the number of optimizer steps done.
 
-    anew: whether to write the report even if there is one. If this user may not write to the run directory,
-    the summary is only printed.
+    anew: whether to replace a report that is there. If this user may not write to the run directory, the
+    summary is only printed.
     """
     from tba_hpc.report.summary import print_summary, summarise, write_summary
 

@@ -427,7 +427,8 @@ def _serve(*arguments: Any, seed: int, **keywords: Any) -> Victim:
 def started(config: Config, searcher: int) -> dict[str, Value]:
     """Return the metrics record of a searcher's start, with the number of places.
 
-    searcher: number of the searcher. If its place differs from its number, the record also has ``place``.
+    searcher: number of the searcher. The record also has its ``place`` if that differs, as
+    for elastic searchers.
     """
     place = config.launch.place_of(searcher)
     own = {"place": place} if place != searcher else {}

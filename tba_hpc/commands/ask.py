@@ -178,7 +178,10 @@ def _uses_chat(settings: Config | None, chat: bool | None, model: HfAnswers) -> 
 
 
 def _encode(task: Task | None, tokenizer: Tokenizer, question: str, *, chat: bool) -> np.ndarray:
-    """Return the question as int32 [T]: as a prompt of the task, or with or without a chat template."""
+    """Return the question as int32 [T]: formatted like the task's prompts if the task can do that.
+
+    Otherwise ``chat`` says whether the chat template is applied.
+    """
     if task is not None and (tokens := task.encode_question(question)) is not None:
         return tokens
     return tokenizer.encode_chat(question) if chat else tokenizer.encode(question)

@@ -106,7 +106,7 @@ def config_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
 
 
 def _plain(value: object) -> object:
-    """Return an absolute path without ``..``; any other value as it is."""
+    """Return ``value``; if it is an absolute path, resolve each ``..`` in it."""
     return os.path.normpath(value) if isinstance(value, str) and value.startswith("/") else value
 
 

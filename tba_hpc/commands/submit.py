@@ -199,7 +199,9 @@ def _submit_unless_done(ready: Ready) -> str | None:
 
 
 def _submit_one_of(ready: Sequence[Ready], place: int) -> str | None:
-    """Submit the run at ``place``, unless it has a job or is finished; return its job's id, if any.
+    """Submit the run at ``place`` unless it has a job or is finished.
+
+    Returns the id of its job, new or not; None if the run is finished.
 
     Raises SubmitError, which names the run and those after it, if Slurm refuses the job.
     """

@@ -229,9 +229,9 @@ def _place(
 
 @functools.cache
 def elsewhere() -> dict[str, dict[str, Any]]:
-    """Return the keys of other systems, by system, from ``elsewhere.yaml``.
+    """Return what ``elsewhere.yaml`` says about TRL, verl and prime-rl, by name.
 
-    ``keys`` of a system holds triples: their key, our key, and what differs.
+    ``keys`` of each holds triples: their key, our key, and what differs.
     """
     found: dict[str, dict[str, Any]] = read_yaml(
         Path(__file__).with_name("elsewhere.yaml").read_text("utf-8")

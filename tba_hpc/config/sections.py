@@ -469,8 +469,8 @@ class TrainSection(Section):
 
 
 QUEUE_STALENESS = 8
-"""Default of exchange.max_staleness in a queue, in steps. It keeps engines about as busy as without a bound,
-and the data nearly as useful as fresh data."""
+"""Default of exchange.max_staleness if the buffer is a queue (buffer.replay_limit=1), in steps. It keeps
+engines about as busy as without a bound, and the data nearly as useful as fresh data."""
 
 
 class ExchangeSection(Section):

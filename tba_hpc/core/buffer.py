@@ -156,7 +156,10 @@ class ReplayBuffer:
         return Merged(len(trajectories) - duplicates, duplicates, self.evicted - before)
 
     def _live_record(self, arrived: Trajectories) -> np.ndarray:
-        """Make the buffer's record of new trajectories, with embeddings if duplicates are found by them."""
+        """Return what the buffer stores of new trajectories, a row for each.
+
+        This includes their embeddings if duplicates are found by embeddings.
+        """
         dtype, fields = LIVE_RECORD, dict[str, int | np.ndarray]()
         if self._embed:
             fields["embedding"] = embedding_ND = self._embed(arrived.actions)

@@ -96,9 +96,9 @@ def pack(
     sequences: prompts, each of at least one token, with their completions, int32. prompt_length_N: int64,
     length of each sequence's prompt. prompt_N: int64, number of each sequence's prompt; neighbours with the
     same number have the same prompt, and share it in a row. action_T: bool, whether each completion token was
-    sampled. begin_T: bool, True at unsampled completion tokens that begin another sequence; None: there are
-    none. others_TC: int, other tokens whose log-probabilities are needed at the position of each completion
-    token; None: there are none.
+    sampled. layout: form of the result. begin_T: bool, True at completion tokens with which the completion
+    begins a new sequence, which does not see the tokens before; None: there are none. others_TC: int, other
+    tokens whose log-probabilities are needed at the position of each completion token; None: there are none.
     """
     if begin_T is not None and begin_T.any():
         sequences, row_N = cut(sequences, prompt_length_N, begin_T)

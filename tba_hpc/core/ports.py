@@ -214,7 +214,7 @@ class Serve(Protocol):
     def __call__(
         self, model: ModelSection, generator: GeneratorSection, *, chat: bool, keys: Sequence[str]
     ) -> Victim:
-        """Begin to serve ``model``. Raises ConfigError if that is impossible.
+        """Begin to serve ``model``; return the victim, which answers texts. Raises ConfigError on failure.
 
         generator: sampling parameters, limits on memory, and the number of answers to each text
         (completions_per_prompt). chat: whether the chat template turns each text into a user's message. keys:

@@ -65,7 +65,10 @@ class HfBackend:
 
 
 def make_backend(run: RunDir, config: Config) -> Backend:
-    """Return the backend of a run. Raises ConfigError if the user's own class is not found."""
+    """Return the code that trains a run's policy and samples from it: the default, or the user's own class.
+
+    Raises ConfigError if ``model.path`` names a class that is not found.
+    """
     modules.use(run.modules)
     modules.use_here()
     return own_backend(config) or HfBackend(config, first_day(run))

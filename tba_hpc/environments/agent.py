@@ -227,7 +227,7 @@ class Programs(Conversations):
         super()._acted(episode, reaction)
 
     def _given(self, episode: Episode, messages: Sequence[Message]) -> np.ndarray:
-        """Return the tokens that a request adds to its sequence, int32 [T]."""
+        """Return the tokens of ``messages``, which a program's request adds to the episode, int32 [T]."""
         if not episode.context:
             return self._chat.encode(self._chat.render(messages, tools=episode.session.asked.tools))
         for message in messages:

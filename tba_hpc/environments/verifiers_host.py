@@ -89,7 +89,10 @@ class Host(Client):
     async def get_response(
         self, dialect: Any, body: dict[str, Any], sampling: Any, session_id: str = "", *_: Any, **__: Any
     ) -> Response:
-        """Return the model's turn for the rollout with trace ``session_id``.
+        """Return the model's next turn in a rollout; verifiers calls this in place of a client of its own.
+
+        session_id: id of the rollout's trace. body: the request, with ``messages`` and ``tools``. Other
+        arguments are ignored.
 
         Raises ProviderError if there are no more turns.
         """

@@ -234,9 +234,9 @@ class FileTrainerExchange:
     # --- Weights ---
 
     def _write_and_sync(self, publication: Publication, copied: Callable[[], object] | None) -> None:
-        """Write the incoming weights, or only their changes, and run a round that lists them.
+        """Write new weights, or only their changes, to disk, and run a round, whose manifest then lists them.
 
-        copied: function that returns once all of the weights have been copied into memory; None if they have.
+        copied: function that waits until all weights are in memory; None if they are already.
         """
         if copied:
             copied()
@@ -548,7 +548,7 @@ class FileSearcherExchange:
 
     @property
     def _timeout(self) -> float:
-        """Longest time without a change of the manifest, s: until the trainer starts, or between rounds."""
+        """Longest time for which the manifest may stay as it is, s; before the trainer starts, another."""
         return self._deadline * IDLE_DEADLINES if self._has_started else self._start_deadline
 
 

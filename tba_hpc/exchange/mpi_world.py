@@ -510,7 +510,10 @@ class NodeMemory:
     # --- Between nodes ---
 
     def _broadcast(self, sequence: int) -> None:
-        """Broadcast weights between node leaders, in buckets. With a single node, do nothing."""
+        """Broadcast the weights of this sequence number between node leaders, in buckets.
+
+        With a single node, do nothing.
+        """
         weights = self._map_of(sequence)
         under_way: deque[Pending] = deque()
         for start, end, root in self._buckets:

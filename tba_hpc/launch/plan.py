@@ -26,7 +26,7 @@ Form = Literal["het", "homogeneous"]
 Runtime = Literal["apptainer", "singularity", "podman-hpc", "shifter", "pyxis", "plain"]
 
 COUNTED = re.compile(r"--(gres|gpus)\b|-G\b")
-"""Pattern of options that request a number of GPUs, by default 1."""
+"""Pattern of options that request GPUs, 1 if they name no number."""
 
 NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 """Pattern of ``$NAME`` and ``${NAME}``. ``${NAME:-default}`` does not match, since NAME may be unset."""

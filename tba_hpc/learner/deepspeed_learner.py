@@ -443,7 +443,8 @@ class DeepSpeedLearner:
         return partial(self._write_files, folder, self._snapshot.take())
 
     def _write_files(self, folder: Path, files: Sequence[Callable[[], SummedFile]]) -> str:
-        """Write and flush this rank's files; return the inventory's lines for the files of all ranks.
+        """Write and flush this rank's files; return the lines about the files of all ranks for the
+        checkpoint's list of its files.
 
         Raises StateError or DiskFullError if any rank failed.
         """
@@ -559,7 +560,10 @@ def _packed(batch: TrajectoryBatch, rows: np.ndarray, layout: Layout) -> Packed:
 
 
 def _means(outputs: Sequence[ObjectiveOutput], of_groups: int) -> dict[str, Tensor]:
-    """Return what this rank contributes to the batch's mean loss and metrics, by name, as float64 scalars."""
+    """Return what this rank contributes to the batch's mean loss and metrics, by name, as float64 scalars.
+
+    outputs: of this rank's micro-batches. of_groups: number of groups of the whole batch.
+    """
     means = dict[str, Tensor]()
     for output in outputs:
         share = len(output.loss_BK) / of_groups

@@ -44,7 +44,7 @@ MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
 
 class NoSlotError(ValueError):
-    """Raised if no slot is free. The message is one sentence."""
+    """Raised if all slots of elastic searchers are taken. The message is one sentence."""
 
 
 def has_no_launcher(config: Config, index: int | None) -> bool:

@@ -88,9 +88,9 @@ def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
 
 
 def _news(run: RunDir, launch: LaunchSection, step: int) -> Iterator[bool]:
-    """Yield, at each check, whether there was progress since the check before.
+    """Yield, whenever it is asked, whether there was progress since the last time.
 
-    Progress is a new part of the evaluation, or a completion by a searcher whose part is missing. If all
+    Progress is a new part of the evaluation, or tokens from a searcher whose part is missing. If all
     searchers are elastic, any of them may be the one that evaluates.
     """
     tails: dict[int, MetricsTail] = {}

@@ -292,7 +292,7 @@ class RolloutBudget:
         return self._excluded.union(place for place in self._elastic if not self._holds(place))
 
     def _holds(self, place: int) -> bool:
-        """Return whether the elastic searcher that was last granted requests of a place is still there."""
+        """Return whether the elastic searcher that last got the requests of a place is still there."""
         return place in self._leases and self._granted.get(place) == self._leases[place]
 
     def _place_of(self, request_id: int) -> int:

@@ -273,7 +273,7 @@ def second_moment_mask(log_ratio_BKL: Tensor, advantage_BK1: Tensor, limit: floa
 def token_share(acts_BKL: Tensor, groups: Groups) -> Tensor:
     """Return the share of sampled tokens at which ``acts_BKL`` (bool) is True, as a scalar.
 
-    The result for a micro-batch is relative to ``groups.mean_tokens`` of the whole batch. Its mean over
+    For a micro-batch, tokens count relative to ``groups.mean_tokens``, that of the whole batch. The mean over
     micro-batches is therefore the share in the batch.
     """
     return (acts_BKL & groups.mask_BKL).sum(2).double().mean() / groups.mean_tokens

@@ -65,10 +65,11 @@ def bounded(objective: Objective, bound: RatioBound, *, center_scores: bool = Fa
 def _candidate_weights(
     bound: RatioBound, slope_BKL: Tensor, weight_BKL: Tensor, acts_BKL: Tensor, candidates: Groups
 ) -> Tensor:
-    """Return the weight of each candidate's gradient, in the shape that ``mean_score`` needs.
+    """Return the factor of each candidate's ∇log π, in the shape that ``mean_score`` needs.
 
-    slope_BKL, weight_BKL, acts_BKL: slope, weight and mask of the sampled tokens. Each candidate is given the
-    slope of the token that was sampled at its position.
+    candidates: the likeliest tokens at each position. slope_BKL: ∂loss/∂log π of the sampled tokens. A bound
+    of tokens treats a candidate as if it had the slope of the token sampled at its position. weight_BKL,
+    acts_BKL: what ``weights`` returns for the sampled tokens.
     """
     if isinstance(bound, OF_TOKENS):
         each = candidates.policy_BKL.shape[2] // slope_BKL.shape[2]

@@ -21,14 +21,14 @@ def trajectory_balance(groups: Groups, beta: float, *, log_z: LogZ = "behaviour"
     x_i is the prompt of group i, and y_ij is its completion j, with reward r_ij.
 
     log_z: the policy π_μ in log Ẑ. "behaviour": the policy that sampled each completion. "policy": the
-    current θ, without gradient, as in equation 7. "none": log Ẑ = r̄/β, without KL. On fresh data
+    current θ, without gradient, as in equation 7. "none": log Ẑ = r̄/β, without log-ratios. On fresh data
     "behaviour" and "policy" agree. But with "policy" a group's residuals always sum to 0. Nothing then keeps
     log π_θ of all its completions from moving together, and on old data they can all fall.
 
     The paper's loss has no factor β/2. The factor makes the gradient −A·∇log π_θ, where A = −β·residual, so
     that gradient clipping means the same at every β of a schedule. With "policy" the loss is 0 on a set of
     completions if and only if π_θ ∝ π_ref·exp(r/β) on them, whichever policy sampled them. With "behaviour"
-    it is 0 if both π_θ and π_μ have that form, which is the fixed point of a continuing run.
+    it is 0 if both π_θ and π_μ have that form. A run reaches this point, since π_μ follows π_θ.
 
     π_ref may be a power of the reference (``schedules.reference_power``), because log Ẑ does not need
     probabilities that sum to 1. For log R = (log π_ref/γ + r/β)/T, as in red-teaming, the optimum is

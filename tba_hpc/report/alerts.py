@@ -418,9 +418,9 @@ def distant_policy(view: View) -> Alert | None:
 
 
 def _gain(view: View) -> float | None:
-    """Return how far the fresh reward rose above its first value; None if this rise does not bound β·KL.
+    """Return how far the mean reward of fresh completions rose; None if this rise is no bound of β·KL.
 
-    The bound holds if the objective weighs reward against the KL from a frozen reference of power 1.
+    It is one if the objective trades reward against β·KL from a frozen reference of power 1.
     """
     train, rewards = view.config.train, view.values("search/reward")
     steps = [step for step, _ in (*train.reference_temperature, *train.target_temperature)]

@@ -155,7 +155,7 @@ class TrainerDigest:
         self.latest = {**self.latest, **record}
 
     def _save(self, revision: int) -> None:
-        """Keep the present counts for the checkpoint of this revision, unless that has some already."""
+        """Keep the present counts for the checkpoint of this revision, unless some are kept for it."""
         if all(saved.revision != revision for saved in self.saved):
             self.saved = [*self.saved, self.merged.copy()][-CHECKPOINTS:]
 

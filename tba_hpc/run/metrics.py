@@ -25,7 +25,7 @@ Value = float | int | str | Sequence[float] | None
 Record = dict[str, float | int | str | list[float]]
 
 MOST_UNWRITTEN = 64 << 20
-"""Maximum number of bytes of records that wait in memory on a full disk; with more the rank fails."""
+"""Number of bytes of records that may wait in memory while the disk is full; with more the rank fails."""
 
 CHUNK = 4 << 20
 """Number of bytes of a metrics file that are read and parsed at once."""

@@ -134,7 +134,10 @@ class Function:
             self._second_call(fields, several, seconds)
 
     def _first_call(self, answers: Sequence[Answer], seconds: float) -> bool:
-        """Call the function, and warn or raise ConfigError about a fault; return whether it gave numbers."""
+        """Call the function for the first time; return whether it gave numbers.
+
+        Raises ConfigError for a fault that no completion can avoid, and warns of others. seconds: time limit.
+        """
         error, signals, where = _tried(lambda: self(answers), min(seconds, TRIAL_SECONDS))
         if where and seconds <= TRIAL_SECONDS:
             raise ConfigError(

@@ -172,7 +172,11 @@ class Classifier(TextModel):
     WANTED = "a sequence classifier"
 
     def __init__(self, path: str, *, label: str, batch: int, key: str, label_key: str) -> None:
-        """Load the classifier. label: name of the label. label_key: config key of ``label``, for errors."""
+        """Load the classifier at ``path``.
+
+        label: name of the label whose log-probability it returns. batch: number of texts per pass. key,
+        label_key: config keys of ``path`` and ``label``, for errors.
+        """
         self._label, self._label_key = label, label_key
         super().__init__(path, batch=batch, key=key)
 
