@@ -25,7 +25,7 @@ POINTS, DIGITS = 5, 40
 
 RELATIONS = ("=", "<", ">", r"\leq", r"\geq", r"\ne", r"\approx", r"\in", r"\equiv")
 TURNED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
-"""Sign of an inequality whose sides have been exchanged, by its sign before."""
+"""Sign of an inequality after its sides are exchanged, by its sign before."""
 
 GREEK = "alpha|beta|gamma|theta|phi|omega|lambda|mu|sigma|rho|delta"
 NAME = re.compile(
@@ -41,7 +41,7 @@ SYMBOL = re.compile(
     r"|[A-Z]{2,3}|\[[A-Z]+\]|\\(?:angle|triangle)\s*[A-Z]+|\\overline\s*\{[A-Z]+\}"
     r"|\\frac\{d\w\}\{d\w\}|\\text\{[^{}]*\}"
 )
-"""Pattern of a single name: a letter, function, line, area, angle, derivative, or words."""
+"""Pattern of a single name: a letter, f(x), a line AB, an area [ABC], an angle, dy/dx, or words."""
 
 LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
 """Pattern of a letter that is a name, and not part of a LaTeX command."""
@@ -123,9 +123,9 @@ def _same_lists(given: Listing, gold: Listing) -> bool:
 
 
 def _kinds_agree(given: str, gold: str) -> bool:
-    """Return whether lists of two kinds can be equal.
+    """Return whether lists with these brackets (``Listing.kind``) can be equal.
 
-    Their brackets must be the same, but a list without brackets can equal a set, a union or a tuple.
+    The brackets must be the same, but a list without brackets can equal a set, a union or a tuple.
     """
     sets = ("", r"\{\}"), ("", "()"), ("", "cup")
     return given == gold or any({given, gold} == set(pair) for pair in sets)
@@ -150,7 +150,7 @@ def _related(*texts: str) -> bool:
 
 
 def _same_relation(given: str, gold: str) -> bool:
-    """Compare two relations (equations, chains, inequalities), or a relation with a value."""
+    """Compare two relations (equations, inequalities, or chains of them), or a relation with a value."""
     (given_sides, given_signs), (gold_sides, gold_signs) = pieces(given, RELATIONS), pieces(gold, RELATIONS)
     if r"\approx" in given_signs + gold_signs:
         return _same_rounded(given_sides, gold_sides)
@@ -252,7 +252,7 @@ def _near(text: str, decimal: str) -> bool:
 
 
 def _number(text: str) -> Any:
-    """Return the value of a text as a rational number. Raises ValueError if it is not real."""
+    """Return a text's value, to 50 digits, as a rational number. Raises ValueError if it is not real."""
     import sympy
 
     found = sympy.N(_value(text), 50)

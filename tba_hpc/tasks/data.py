@@ -114,7 +114,7 @@ def hub_resources(task: TaskSection, sources: Mapping[Split, str | HubData]) -> 
 
 
 def refuse_files(task: str, *files: str | None, remedy: str) -> None:
-    """Raise ConfigError if a file is given to the task named ``task``, which reads none."""
+    """Raise ConfigError, with the ``remedy``, if a file is given to the task ``task``, which reads none."""
     for file in filter(None, files):
         raise ConfigError(
             f"task.train_file and task.test_file ({file}) are not used by the task {task}: {remedy}"
@@ -162,7 +162,10 @@ def usable_rows(
 
 
 def _refuse_lack(source: str, parsed: Sequence[object]) -> None:
-    """Raise ConfigError if a field that a reward function takes is in none of the ``parsed`` rows."""
+    """Raise ConfigError if every row lacks the same field, which a reward function takes.
+
+    source: name of the data. parsed: what ``_parsed`` returned for each row.
+    """
     lacking = [row for row in parsed if isinstance(row, LackingError)]
     if len(lacking) == len(parsed) and len({row.field for row in lacking}) == 1:
         first = lacking[0]
@@ -201,7 +204,10 @@ def _parsed(
 
 
 def _file_rows(path: Path, key: str) -> Iterable[tuple[int, bytes]]:
-    """Return the number, from 1, and the bytes of each line that is not blank. Lines end with LF or CRLF."""
+    """Return the number, from 1, and the bytes of each line that is not blank. Lines end with LF or CRLF.
+
+    Raises ConfigError, which names ``key``, if the file cannot be read or has no such line.
+    """
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -213,7 +219,11 @@ def _file_rows(path: Path, key: str) -> Iterable[tuple[int, bytes]]:
 
 
 def _object(line: bytes) -> Mapping[str, object]:
-    """Parse the JSON object of a line. Raises Unusable if it is none, or one that a rank may fail on."""
+    """Parse the JSON object of a line.
+
+    Raises Unusable if it is none, or if it holds half a character, a huge number, a key twice, or deep
+    nesting.
+    """
     array = ": one row a line, not an array" if line.lstrip().startswith(b"[") else ""
     try:
         row = _DECODER.decode(line.decode("utf-8-sig"))
@@ -249,7 +259,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _constant(name: str) -> float | None:
-    """Return None for NaN, which pandas writes for a missing value. Infinity stays."""
+    """Convert a JSON constant. NaN, which pandas writes for a missing value, becomes None; Infinity stays."""
     return None if name == "NaN" else float(name)
 
 

@@ -44,7 +44,7 @@ class Unusable(ValueError):
 class LackingError(Unusable):
     """Raised for a row without a field that a user's function takes.
 
-    key: config key of the function, with its name. field: name of the field.
+    key: config key and name of the function, as ``key=module:function``. field: name of the field.
     """
 
     def __init__(self, key: str, field: str, remedy: str) -> None:
@@ -55,9 +55,10 @@ class LackingError(Unusable):
 class FieldArguments:
     """Arguments of a user's function that are fields of a row.
 
-    key: config key of the function, with its name. given: names of arguments that need not be in the row,
-    because the caller has values for them. first: name of the function's first argument, which is no field;
-    empty if there is none. names: names of the other arguments. needs: fields that every row must have.
+    key: config key and name of the function, as ``key=module:function``, for errors. given: names of
+    arguments that need not be in the row, because the caller has values for them. first: name of the
+    function's first argument, which is no field; empty if there is none. names: names of the other arguments.
+    needs: fields that every row must have.
     """
 
     def __init__(self, key: str, function: Callable[..., Any], *, given: Sequence[str] = ()) -> None:

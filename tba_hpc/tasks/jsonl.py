@@ -207,7 +207,10 @@ class Jsonl(Rows[Fields]):
         return row
 
     def encode_question(self, text: str) -> np.ndarray:
-        """Encode a user's question, int32 [T], within the template if that has exactly one field."""
+        """Encode a user's question, int32 [T].
+
+        If the template has exactly one field, the question is filled in there. Otherwise it stands alone.
+        """
         one = len(self._needed) == 1
         whole = filled_in(self._template, dict.fromkeys(self._needed, text)) if one else text
         return self._encode(whole)

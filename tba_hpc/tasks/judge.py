@@ -3,8 +3,8 @@
 Each completion is judged in one POST of JSON. If the config names a model, the POST is a chat with one
 message, and the reward is the number in the reply (``rating``). Otherwise the POST contains the row's
 fields and the completion, and the reply is a number, or an object with a number ``reward``. Redirects are not
-followed, because they would send the key to another address. For the same reason a proxy set in
-environment variables is only used for https.
+followed, because they would send the API key elsewhere. For the same reason a proxy set in environment
+variables is only used for https.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ FIELD = re.compile(
 """Pattern of a JSON field with a rating."""
 
 JSON_FIRST_OR_LAST = re.compile(r"\A\s*(?:```\w*\s*)?\{|\}\s*(?:```\s*)?\Z")
-"""Pattern of a text that begins or ends with a JSON object, perhaps between fences."""
+"""Pattern of a text that begins or ends with a JSON object, perhaps in a Markdown code fence."""
 
 
 class Reply(NamedTuple):
@@ -251,7 +251,8 @@ class Judge:
 def _rating_of(choice: Mapping[str, Any]) -> float:
     """Return the rating in a chat model's message, whose content may be in parts; NaN if it was cut off.
 
-    Raises LookupError or TypeError if ``choice`` contains no message.
+    choice: item of ``choices`` in a reply of OpenAI's API. Raises LookupError or TypeError if it contains no
+    message.
     """
     content = choice["message"]["content"] or ""
     if choice.get("finish_reason") == "length":

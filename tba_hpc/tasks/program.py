@@ -89,9 +89,9 @@ Process = subprocess.Popen[Any]
 class Keeper:
     """Helper process that kills this process's programs, and their children, once this process has ended.
 
-    It finds them by the TMPDIR in their environment, and removes their folders. All programs are started by
-    one thread that lives as long as the process, because the kernel kills a program together with the thread
-    that started it.
+    It finds each program by the variable TMPDIR, which names the program's folder, and removes the folder.
+    All programs are started by one thread that lives as long as the process, because the kernel kills a
+    program together with the thread that started it.
 
     prefix: beginning of the names of programs' folders.
     """

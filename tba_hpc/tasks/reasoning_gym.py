@@ -233,7 +233,7 @@ def _config(name: str, options: Mapping[str, Any]) -> Any:
 def _at_level(key: str, name: str, level: object) -> Any:
     """Make the library's configuration of a generator at a level of difficulty. Raises ConfigError.
 
-    An attribute with fewer levels uses its highest.
+    key: config key of the generator, for errors. An attribute with fewer levels uses its highest.
     """
     factory = _library("factory")
     if not factory.has_curriculum(name):

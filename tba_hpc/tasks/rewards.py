@@ -52,7 +52,7 @@ ONE_ROW = (
 """Explanation for functions written for TRL, where the other arguments are lists."""
 
 OF_ANOTHER_SHAPE = (TypeError, LookupError, AttributeError)
-"""Exceptions that suggest that a function expects messages, or a list of fields, as from TRL."""
+"""Exceptions that suggest a function for TRL, which expects messages, or each field as a list."""
 
 GIVE = "give a number for each completion"
 """Remedy for functions that return anything but a number for each completion."""
@@ -117,9 +117,9 @@ class Function:
     def try_on(self, fields: Fields, seconds: float = math.inf) -> None:
         """Call the function once with a row and empty completions, in a thread, as the scorer does.
 
-        A function of ``completions`` gets more of them than there are characters or items in any field of the
-        row, up to TRIAL_COMPLETIONS; if a field is longer, there is a second call, with fields cut short. A
-        function that mistakes a field for a list with an item per completion therefore fails.
+        A function of ``completions`` may mistake a field for a list with an item per completion. It therefore
+        gets more completions than any field has characters or items, but at most TRIAL_COMPLETIONS. A field
+        with as many or more is cut short in a second call. The function then returns too few numbers.
 
         seconds: time limit of a call during the run. If it is longer than TRIAL_SECONDS, a call that is not
         finished after TRIAL_SECONDS only causes a warning. Raises ConfigError if the call exceeds
@@ -168,7 +168,10 @@ class Function:
         return error is None and not where
 
     def _second_call(self, fields: Fields, several: int, seconds: float) -> None:
-        """Call the function with fields cut short; raise ConfigError unless it gives ``several`` numbers."""
+        """Call the function with ``several`` completions, and with fields cut to fewer characters or items.
+
+        Raises ConfigError if it returns fewer or more than ``several`` numbers. seconds: time limit.
+        """
         cut = {
             name: value[: several - 1] if isinstance(value, SEQUENCES) else value
             for name, value in fields.items()
@@ -213,7 +216,7 @@ class Function:
         )
 
     def _fields(self, row: Fields) -> Fields:
-        """Return copies of the fields that the function takes, but none with its first argument's name."""
+        """Return copies of the fields that the function takes, without one named as its first argument."""
         return {name: value for name, value in self.arguments.of(row).items() if name != self.arguments.first}
 
 

@@ -95,8 +95,9 @@ class TextModel(ABC):
         """Return the padding token with which the model was trained; None if it had none.
 
         A decoder's score is read at the last token that is not padding. If the model's config pads with the
-        EOS token, the score was read before the EOS in training, and is read there now. If only the tokenizer
-        pads with the EOS token, the score must be read at the EOS, and the result is None.
+        EOS token, a text's own EOS counts as padding, too: the score is read before it, as in training. If
+        only the tokenizer pads with the EOS token, the score was read at the EOS in training. The result is
+        then None, so that the EOS is no padding.
         """
         own, end = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
         if own is not None and own != end:
@@ -106,7 +107,7 @@ class TextModel(ABC):
     def _pad(self, inputs: BatchEncoding) -> None:
         """Replace the padding by the model's own padding token, or else by a token that occurs in no text.
 
-        Scores are then read at the last token of each text.
+        Each score is then read at the same token as in training, see ``_own_padding``.
         """
         tokens, mask = inputs["input_ids"], inputs["attention_mask"]
         padding = self._padding

@@ -64,7 +64,7 @@ INLINE = re.compile(r"\$([^$\s](?:[^$]*[^$\s=+*/-])?)\$|\\\(((?:(?!\\\().)+?)\\\
 
 RUN = re.compile(r"(?:(?<![\w)])[-+]|(?<![$(.]))[$(.]*\d[\d\s+\-*/=^().,$%]*", re.ASCII)
 """Pattern of arithmetic in a line of words. A match never begins within a run of brackets, points or dollar
-signs, so that a flood of them takes linear time."""
+signs, so that even a long run takes linear time."""
 
 Grader = Literal["final_number", "math_verify"]
 
