@@ -110,7 +110,7 @@ class View:
 
     @property
     def lower_rate(self) -> str:
-        """Remedy of many alerts: a clause that names the learning rate's present peak."""
+        """Remedy of many alerts, as a clause: to lower the learning rate's peak, with its present value."""
         return f"lower train.learning_rate.peak (now {self.config.train.learning_rate.peak:g})"
 
     def values(self, name: str) -> list[float]:
@@ -318,9 +318,9 @@ def unjudged_answers(view: View) -> Alert | None:
 def _fall_of_score(view: View) -> str:
     """Describe the largest fall of the score; empty if it is small or half of it has been regained.
 
-    Only falls of more than 15 points, and of more than three standard errors, are described: good runs fall
-    by less, or recover. Runs with graded rewards are left out, since their score is the mean reward, not the
-    share of correct answers.
+    Only falls of more than 15 percentage points, and of more than three standard errors, are described: good
+    runs fall by less, or recover. Runs with graded rewards are left out, since their score is the mean
+    reward, not the share of correct answers.
     """
     found = [] if any(evaluation.is_graded for evaluation in view.evaluations) else view.by_step
     falls = [(high, low) for high, low in combinations(found, 2) if high.split == low.split]
@@ -420,7 +420,8 @@ def distant_policy(view: View) -> Alert | None:
 def _gain(view: View) -> float | None:
     """Return how far the mean reward of fresh completions rose; None if this rise is no bound of β·KL.
 
-    It is one if the objective trades reward against β·KL from a frozen reference of power 1.
+    The rise is a bound if the objective trades reward against β·KL from a frozen reference, and if
+    train/reference_power is 1 at every step.
     """
     train, rewards = view.config.train, view.values("search/reward")
     steps = [step for step, _ in (*train.reference_temperature, *train.target_temperature)]
@@ -465,10 +466,10 @@ def few_effective(view: View) -> Alert | None:
 
 
 def first_samples(view: View) -> Alert | None:
-    """Alert if most of what an unbounded run has learned from was sampled near its beginning.
+    """Alert if a run without max_staleness has mostly learned from what was sampled near its beginning.
 
     If all data were the initial model's, their mean age would be half of the steps. Data drawn evenly from
-    all that was ever sampled would have half of that age, and the alert begins in between.
+    all that was ever sampled would have half of that age. The threshold lies in between.
     """
     trends, ages = view.trends, view.values("staleness/mean")
     age = trends.curves["staleness/mean"].mean
@@ -508,7 +509,7 @@ def engine_gap(view: View) -> Alert | None:
 
 
 def biased_samples(view: View) -> Alert | None:
-    """Alert if samples are filtered although the objective assumes that they follow the policy."""
+    """Alert if top_p or another setting selects samples that the objective takes to follow the policy."""
     train, generator, buffer = view.config.train, view.config.generator, view.config.buffer
     own, gradient = train.objective.own_samples, train.objective.policy_gradient
     chosen = gradient and buffer.chooses_by_reward
@@ -611,7 +612,8 @@ def _slow_partner(view: View) -> str:
 def slow_reward(view: View) -> Alert | None:
     """Alert if rewards take more than 70 % of the searchers' time, on average over the newest records.
 
-    A record counts all of a group's time if its reward ends then, so that single values may be 0 or above 1.
+    A record counts the whole time of the rewards that ended since the record before, and nothing of those
+    that still run. A single value may therefore be 0 or above 1.
     """
     share = view.trends.latest("search/reward_share")
     if share is None or share <= 0.7 or len(view.values("search/reward_share")) < LEAST_POINTS:

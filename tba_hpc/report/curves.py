@@ -153,7 +153,7 @@ class Trends:
     """Curves of a run by name of the metric, and counts over all of its attempts.
 
     better_log_weights: train/better_log_weight of the newest steps. first_log_ratio: train/log_ratio of the
-    first step; None before this step, or if the reference's power is not 1 there. steps: optimizer steps
+    first step; None before this step, or if train/reference_power is not 1 there. steps: optimizer steps
     done. begun: steps that were done when the present attempt began. last_skip: the last skipped step, None
     if there is none. trajectories: completions that searchers scored. rejected: trajectories set aside, since
     they have no usable reward. rejected_before: those of them that earlier attempts set aside. nan_groups:

@@ -155,12 +155,18 @@ class TrainerDigest:
         self.latest = {**self.latest, **record}
 
     def _save(self, revision: int) -> None:
-        """Keep the present counts for the checkpoint of this revision, unless some are kept for it."""
+        """Keep the present counts for the checkpoint of this revision, unless some are kept for it.
+
+        revision: how often merges and evictions had changed the checkpoint's buffer.
+        """
         if all(saved.revision != revision for saved in self.saved):
             self.saved = [*self.saved, self.merged.copy()][-CHECKPOINTS:]
 
     def _begin(self, step: int, revision: int) -> None:
-        """Reset counts to those of the checkpoint from which an attempt begins; without one, to 0."""
+        """Reset counts to those of the checkpoint from which an attempt begins; without one, to 0.
+
+        step, revision: that checkpoint's, see ``_save``; without one, 0.
+        """
         self.starts += 1
         self.redone, self.step = self.redone + max(0, self.step - step), step
         self.saved = [saved for saved in self.saved if saved.revision <= revision]

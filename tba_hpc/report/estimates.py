@@ -47,9 +47,9 @@ def mean(total: float, squares: float, count: int) -> Estimate:
 def mean_share(shares: Sequence[float]) -> Estimate:
     """Estimate the mean of shares, each between 0 and 1, such as one per prompt.
 
-    The interval is Wilson's for as many trials, each right or wrong, as have the same standard error (the
-    effective sample size of Kish 1965), and for one per share at least. So it has a width even if all shares
-    are equal, and is ``wilson`` if each is 0 or 1.
+    The interval is ``wilson`` of that number of trials, each right or wrong, whose mean has the same standard
+    error (the effective sample size of Kish 1965). The number is at least that of the shares. The interval
+    therefore has a width even if all shares are equal. If each share is 0 or 1, every share is a trial.
     """
     value, count = fmean(shares), len(shares)
     error2 = variance(shares) / count if count > 1 else 0.0

@@ -141,7 +141,7 @@ def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
 
 
 def _note_of_first(figure: Lines) -> str:
-    """Return the figure's note, with the name of its first metric if it has others."""
+    """Return the figure's note and, if it shows several metrics, the legend's name of the first one."""
     return ": ".join(part for part in (figure.note, figure.lines[0][2]) if part)
 
 

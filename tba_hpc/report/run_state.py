@@ -49,7 +49,7 @@ WHY_REQUEUED = (
     (("requeue",), "nodes unreachable"),
     ((), "ended by Slurm (requeued, preempted or a node lost)"),
 )
-"""Why a job is back in the queue, by events. The first entry holds whose events have all happened."""
+"""Reasons why a job is back in the queue, by events. The first whose events have all happened holds."""
 
 QueueEntry = dict[str, str]
 """A component of a Slurm job; see ``run.slurm_queue.job_states``."""
@@ -61,9 +61,9 @@ Queue = Callable[[RunDir], list[QueueEntry]]
 class RunMonitor(RunData):
     """Data of a run while it is running, with Slurm's view of its job.
 
-    queue: asks Slurm. job: components of the run's job, as of the last query. elastic: owners of the elastic
-    searchers that are present, by the searcher's index. abandoned: whether the launcher of a run without a
-    job is gone. full: whether the file system of the run is full.
+    queue: asks Slurm. job: components of the run's job, as of the last query. elastic: processes of the
+    elastic searchers that are present, by the searcher's index. abandoned: whether the launcher of a run
+    without a job is gone. full: whether the file system of the run is full.
     """
 
     def __init__(self, run: RunDir, queue: Queue = lambda _: []) -> None:
@@ -247,7 +247,7 @@ def run_state(monitor: RunMonitor) -> RunState:
 
 
 def job_of(monitor: RunMonitor) -> list[QueueEntry]:
-    """Return the components of the run's job; none if it ended and the run was then started without it."""
+    """Return the components of the run's job; none if it ended and the run then went on without a job."""
     states, events = {component["state"] for component in monitor.job}, monitor.events
     if not monitor.job or not events or states & (QUEUED | WITH_NODES):
         return monitor.job
@@ -282,7 +282,10 @@ def _heard_of(monitor: RunMonitor, job: list[QueueEntry]) -> bool:
 
 
 def _in_a_job(monitor: RunMonitor, job: list[QueueEntry], states: set[str]) -> RunState:
-    """Return the state of a run whose job has nodes, or whose job Slurm cannot be asked about."""
+    """Return the state of a run whose job has nodes, or whose job Slurm cannot be asked about.
+
+    states: Slurm's states of the job's components.
+    """
     step, job_id = monitor.step, job[0]["job"]
     if not _heard_of(monitor, job):
         if job[0]["state"] == NO_ANSWER:
@@ -451,10 +454,10 @@ def _with_hint(monitor: RunMonitor, found: RunState) -> RunState:
 def _no_space(monitor: RunMonitor) -> str:
     """Return a clause on the lack of space on the run's disk; "" if none is known.
 
-    The trainer records until when it waits for space; another rank may give up earlier, and end the run. If
-    the disk has no room for this record, ranks are taken to wait from the newest record on. Each waits for
-    ``launch.disk_seconds`` from its own first failure. While new records come, no rank waits: users such as
-    root may write into reserved space.
+    The trainer records until when it waits for space. A full disk may have no room for this record. Each rank
+    waits for up to ``launch.disk_seconds`` from its own first failure, and then ends the run. If records have
+    ceased for a shorter time, ranks are therefore taken to wait. While new records come, no rank waits: users
+    such as root may write into reserved space.
     """
     postponed, now = monitor.trainer.postponed, time.time()
     postponed = postponed if number(postponed, "time", 0.0) >= monitor._begun else {}

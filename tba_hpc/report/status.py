@@ -81,8 +81,8 @@ def _scores(data: RunData, evaluations: Sequence[Evaluation]) -> str:
 def _right_and_ended(last: Sequence[Evaluation]) -> dict[str, str]:
     """Return a cell with the share of answers that are correct and were not cut off.
 
-    Without a correct answer that was cut off, this share is the score, and there is no cell. Nor is there one
-    if no answer can be called correct.
+    There is no cell if no answer can be called correct, or if no correct answer was cut off: this share is
+    then the score.
     """
     told = last and last[0].tells_correct and last[0].cut_correct
     return {RIGHT_AND_ENDED: percent(last[0].ended_score)} if told else {}

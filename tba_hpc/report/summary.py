@@ -50,8 +50,9 @@ class Summary:
     generated_per_searcher_second: generated tokens per such second. goodput: acknowledged tokens per such
     second.
     trainer_wait_share: see train/wait_share; of the last start only. publish_stall_seconds, seal_share,
-    staleness, propagation_seconds: means over the run. figures: current values, by metric. rewards: current
-    values of the first NAMES named rewards, without weights; empty unless the task names several.
+    staleness, propagation_seconds: means over the run, see docs/metrics.md. figures: current values, by
+    metric. rewards: current values of the first NAMES named rewards, without weights; empty unless the task
+    names several.
     skipped_steps: optimizer steps skipped, since loss or gradient norm was not finite. rejected: trajectories
     set aside, since they have no usable reward. alerts: sentences, the worst first.
     """
@@ -279,7 +280,7 @@ def right_and_ended(summary: Summary) -> str | None:
 
 
 def correct_answers(summary: Summary) -> str | None:
-    """Format the shares of correct answers before and after training; None if these are the score or 0."""
+    """Format the shares of correct answers before and after training; None if they are the score or all 0."""
     shares = [share for share in (summary.pass_at_1_before, summary.pass_at_1_after) if share is not None]
     beside = summary.score_name == MEAN_REWARD and any(shares)
     return " → ".join(map(percent, shares)) if beside else None

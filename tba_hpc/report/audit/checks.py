@@ -62,7 +62,10 @@ def every_check(evidence: Evidence) -> tuple[Check, ...]:
 
 
 def _by_records(evidence: Evidence, name: str, looked_at: str, violations: Sequence[Violation]) -> Check:
-    """Build the result of a check that relies on the trainer's records: not proven if they have a gap."""
+    """Build the result of a check that relies on the trainer's records: not proven if they have a gap.
+
+    name, looked_at: the guarantee, and what was examined, as a phrase.
+    """
     return Check(name, looked_at, () if evidence.gap else tuple(violations), proven=not evidence.gap)
 
 
@@ -118,7 +121,7 @@ def _lost(evidence: Evidence, key: ShardKey, number: int) -> Violation:
 
 
 def _sealed_again(seals: Seals) -> Iterator[Violation]:
-    """Yield a violation for each shard index that was sealed again: the earlier file must have vanished."""
+    """Yield a violation for each index under which several shards were sealed: all but the last are lost."""
     for key, sizes in seals.items():
         if gone := sum(size.trajectories for size in sizes[:-1]):
             yield Violation(
@@ -187,10 +190,10 @@ def check_prompts(evidence: Evidence) -> Check:
 
 
 def _times_taken(evidence: Evidence, sealed: RequestIds) -> Counter[int]:
-    """Count how often each request was sealed, without second answers that a merge has left out.
+    """Count how often each request was sealed. sealed: the requests of each shard.
 
-    If an elastic searcher has sealed a request, second answers in ``waiting`` shards are not counted either,
-    since the next start will leave them out.
+    Answers that a merge has left out as second ones are not counted. If an elastic searcher has sealed a
+    request, second answers in ``waiting`` shards are not counted either: the next start will leave them out.
     """
     times = Counter(chain.from_iterable(sealed.values()))
     times.subtract(chain.from_iterable(merge.answered for merge in evidence.saved_merges))
@@ -201,7 +204,10 @@ def _times_taken(evidence: Evidence, sealed: RequestIds) -> Counter[int]:
 
 
 def _sealed_twice(evidence: Evidence, sealed: RequestIds, times: Counter[int]) -> Iterator[Violation]:
-    """Yield violations: requests that are in several shards, and shards with too many completions."""
+    """Yield violations: requests that are in several shards, and shards with too many completions.
+
+    sealed: the requests of each shard. times: how often each request was sealed.
+    """
     samples = evidence.config.generator.completions_per_prompt
     if doubled := sorted(request_id for request_id, found in times.items() if found > 1):
         shards = [
@@ -278,7 +284,7 @@ def _cut_short(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
-    """Yield violations: a checkpoint's counts that differ from the sums over merges up to its revision."""
+    """Yield violations: a checkpoint's counts that differ from the sums over the merges before it."""
     state, history = checkpoint.state, evidence.history
     merges, dropped = history.until(state.revision), history.dropped(state.revision)
     expected: dict[str, object] = {name: sum(getattr(merge, name) for merge in merges) for name in COUNTED}

@@ -74,7 +74,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, run: RunDir, folder: Path) -> Checkpoint:
-        """Verify all files of a checkpoint, and read those that are not the learner's."""
+        """Verify all files of a checkpoint, and read all but those of weights and optimizer."""
         state = TrainerState()
         try:
             if fault := damage(folder):

@@ -1,4 +1,4 @@
-"""Finds trajectories in the shards of a run: by reward, age, prompt, sampling weights or a word in the text.
+"""Finds trajectories in the shards of a run: by reward, age, prompt, version, or a word in the text.
 
 Sealed shards never change, so running and crashed runs are read like finished ones. Shards are read one after
 the other and only the best matches are kept, so a run may be larger than memory.
@@ -35,9 +35,9 @@ RECORDED = ("uid", "prompt_id", "request_id", "reward", "version_oldest", "versi
 """Fields of a trajectory's record that ``Sample`` has, too."""
 
 SortKey = tuple[float, int, int]
-"""Sort key of a trajectory, whose largest comes first: reward, log-ratio or 0; version; uid.
+"""Sort key of a trajectory: reward or log-ratio if the order is by one of them, else 0; version; uid.
 
-Each is negated where the smallest is to come first.
+The largest key comes first. Each number is negated where its smallest value is to come first.
 """
 
 Decode = Callable[[np.ndarray], str]
@@ -48,9 +48,9 @@ Decode = Callable[[np.ndarray], str]
 class States:
     """States of a run's trajectories, from its metrics and its newest readable checkpoint.
 
-    merges: merges by shard. step: step of that checkpoint; None without one. revision: revision of the
-    checkpoint's buffer; −1 without one. uses: number of steps that had learned from each trajectory of that
-    buffer, by uid.
+    merges: merges by shard. step: step of that checkpoint; None without one. revision: how often merges
+    and evictions had changed the checkpoint's buffer; −1 without one. uses: number of steps that had learned
+    from each trajectory of that buffer, by uid.
     """
 
     merges: Mapping[ShardKey, Merge]
