@@ -288,7 +288,7 @@ def nan_groups(view: View) -> Alert | None:
 
 
 def falling(view: View) -> Alert | None:
-    """Alert if the score, or else the reward of fresh completions, has fallen and stayed low."""
+    """Alert if the score, or the reward of fresh completions, has fallen and stayed low."""
     if not (words := _fall_of_score(view) or _fall_of_reward(view)):
         return None
     return _alert(

@@ -110,7 +110,8 @@ class Printer:
     def _new_lines(self, path: Path, *, near_end: bool, unfinished: bool) -> list[str]:
         """Read new lines as a terminal would show them: only a progress bar's last state, and no NUL bytes.
 
-        near_end: skip all but the last MOST_BYTES of a file that is read for the first time.
+        near_end: skip all but the last MOST_BYTES of a file that is read for the first time. unfinished: see
+        ``show``.
         """
         with open_regular(path) as file:
             size = file.seek(0, 2)

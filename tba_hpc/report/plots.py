@@ -166,7 +166,7 @@ def _plot(title: str, note: str, draw: Callable[..., bool], *given: object) -> P
 
 
 def _themed(svg: str, title: str) -> str:
-    """Return the <svg> element without a fixed size, and with the page's CSS variables for colours."""
+    """Return the <svg> element with ``title`` as its label, no fixed size, and the page's CSS variables."""
     svg = printable(svg[svg.index("<svg") :])
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
     label = f' role="img" aria-label="{html.escape(title)}"'
@@ -338,7 +338,7 @@ def _score(ax: Axes, data: RunData) -> bool:
 
 
 def _points(ax: Axes, found: Sequence[tuple[float, float]], **style: Any) -> None:
-    """Draw points, whole even at the edge of the axes."""
+    """Draw the points (x, y) ``found``, whole even at the edge of the axes."""
     ax.plot([x for x, _ in found], [y for _, y in found], clip_on=False, **style)
 
 
@@ -400,7 +400,7 @@ def _one(name: str, color: str = BLUE) -> list[Line]:
 
 
 def _both(what: str) -> list[Line]:
-    """Return two lines for a metric: of fresh completions, and of the training batch."""
+    """Return two lines for a metric: search/``what`` of fresh completions, train/``what`` of the batch."""
     return [(f"search/{what}", ORANGE, "searchers, fresh"), (f"train/{what}", BLUE, "training batch")]
 
 

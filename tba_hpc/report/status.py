@@ -79,8 +79,9 @@ def _scores(data: RunData, evaluations: Sequence[Evaluation]) -> str:
 
 
 def _right_and_ended(last: Sequence[Evaluation]) -> dict[str, str]:
-    """Return a cell with the share of answers that are correct and were not cut off.
+    """Return a cell with the share of answers that are correct and were not cut off, by its title.
 
+    last: a list of the newest evaluation; empty if there is none.
     There is no cell if no answer can be called correct, or if no correct answer was cut off: this share is
     then the score.
     """
@@ -291,7 +292,7 @@ class LiveDisplay:
 
 
 def follow(run: RunDir, queue: Queue) -> None:
-    """Show a run live until it does nothing more by itself, or the user presses Ctrl-C."""
+    """Show a run live until it does nothing more by itself, or until Ctrl-C. queue: see ``RunMonitor``."""
     console = Terminal()
     with suppress(KeyboardInterrupt):
         with LiveDisplay(run, console=console, queue=queue) as display:
@@ -301,7 +302,7 @@ def follow(run: RunDir, queue: Queue) -> None:
 
 
 def print_status(run: RunDir, queue: Queue, *, as_json: bool = False, console: Console | None = None) -> None:
-    """Print the state of a run once."""
+    """Print the state of a run once. queue: see ``RunMonitor``."""
     monitor = RunMonitor(run, queue)
     monitor.update()
     if as_json:

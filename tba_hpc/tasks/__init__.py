@@ -126,7 +126,7 @@ def _find(name: str) -> type:
 
 
 def _check_options(options: Mapping[str, object], task_class: type, task: str) -> None:
-    """Raise ConfigError if an option is unknown, ill-typed or missing."""
+    """Raise ConfigError, which names the ``task``, if an option is unknown, ill-typed or missing."""
     valid = {key: value for key, value in _parameters(task_class).items() if key not in CONTRACT}
     for key, value in options.items():
         if key not in valid:

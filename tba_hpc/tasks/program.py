@@ -113,7 +113,7 @@ class Keeper:
                 )
 
     def start(self, words: Sequence[str], **options: Any) -> Process:
-        """Start a program in the thread. ``options`` are those of Popen. ``ensure_started`` comes first."""
+        """Start the command ``words`` in the thread, by Popen with ``options``, after ``ensure_started``."""
         return self._starter.submit(partial(subprocess.Popen, words, **options)).result(START_SECONDS)
 
 

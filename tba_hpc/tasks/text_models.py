@@ -264,7 +264,10 @@ class Guard(TextModel):
         return all(words in text for words in PROBE)
 
     def _template(self, question: str, answer: str, *, in_parts: bool) -> str:
-        """Return the text of the conversation, which the model continues with its verdict."""
+        """Return the text of the conversation, which the model continues with its verdict.
+
+        in_parts: see ``_shows_both``.
+        """
         roles = {"user": question, "assistant": answer}
         chat = [
             {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}

@@ -230,7 +230,7 @@ def _log_ratios(trajectories: Trajectories) -> list[float | None]:
 
 
 def _sort_keys(trajectories: Trajectories, order: SortBy, log_ratio_N: list[float | None]) -> list[SortKey]:
-    """Return a sort key per row; of equal rows the newest comes first, or the oldest if that is the order."""
+    """Return a sort key per row; among equals the newest comes first, or the oldest if that is the order."""
     record = trajectories.record
     first_N = [0.0] * len(record)
     if order == "changed":
