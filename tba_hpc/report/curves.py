@@ -102,7 +102,7 @@ class Curve:
 
     @property
     def latest(self) -> float | None:
-        """Mean of the newest points, as few as weigh ``latest_weight`` in total; None without points."""
+        """Mean of the newest points that together just reach ``latest_weight``; None without points."""
         newest, weight = [], 0.0
         for point in reversed(self.points):
             if weight >= self.latest_weight:

@@ -204,9 +204,9 @@ def _all_are(sides: list[str], value: str) -> bool:
 
 
 def _unnamed(sides: list[str], value: str) -> list[str]:
-    """Remove sides of an equation that only name the value: all such sides at its start.
+    """Remove all sides at the start of an equation that only name the value.
 
-    If exactly two sides then remain, the last of them may be a name, too.
+    If exactly two sides then remain, and the last only names the value, it is removed, too.
     """
     while len(sides) > 1 and _names(sides[0], value):
         sides = sides[1:]

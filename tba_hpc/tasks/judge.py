@@ -115,7 +115,7 @@ class Judge:
         return found
 
     def try_on(self, row: Mapping[str, object]) -> None:
-        """Ask about an empty completion. Raises ConfigError if the judge is unreachable or refuses access.
+        """Ask about a row and an empty completion. Raises ConfigError if the judge is unreachable or refuses.
 
         A timeout is ignored, because a judge may be slow at first. A status code outside REFUSALS, and a
         reply without a number, only cause a warning, because a judge may reject an empty completion.

@@ -138,7 +138,7 @@ class TLDR(Rows[None]):
 
 
 def _sources(train_file: str | None, test_file: str | None) -> dict[Split, str | HubData]:
-    """Return the source of each split. Without a test file, the test split is the hub's in any case."""
+    """Return the source of each split. The test split is the hub's unless ``test_file`` is given."""
     return {"test": HUB["test"], **sources_of(train_file, test_file, HUB)}
 
 

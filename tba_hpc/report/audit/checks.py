@@ -265,7 +265,7 @@ def _buffer_violations(checkpoint: Checkpoint) -> Iterator[Violation]:
 
 
 def check_checkpoints(evidence: Evidence) -> Check:
-    """Check that checkpoints are undamaged and agree with earlier merges, and that no later shard is gone."""
+    """Check that checkpoints are whole, agree with earlier merges, and lack no shard that a resume needs."""
     usable, broken = evidence.usable, [one for one in evidence.checkpoints if one.fault]
     violations = (
         *(Violation(f"{one.name} {one.fault}") for one in broken),
