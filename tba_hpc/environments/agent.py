@@ -5,8 +5,8 @@
 The program is started once per episode, within the limits of tasks.program. It reads such a row as a line
 of JSON, and finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment. If a request repeats an earlier
 request and its answer, and appends messages, the model continues from exactly the tokens that were sampled.
-Any other request begins another sequence of the episode. The episode ends when the program exits. The last
-line of its output is the reward, unless task.reward is set.
+Any other request begins another sequence of the episode, in which the model does not see the earlier ones.
+The episode ends when the program exits. The last line of its output is the reward, unless task.reward is set.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PROGRAM_CHECK_SECONDS = 0.02
 """Interval between checks of whether a program has ended, s."""
 
 SPARE_SECONDS = 5.0
-"""Grace beyond step_seconds before a thread that waits for a program is abandoned, s."""
+"""Time beyond task.options.step_seconds after which a thread that waits for a program is abandoned, s."""
 
 LIMIT = "the episode has reached the run's limit of tokens (generator.max_tokens) or turns (max_turns)"
 """Error for requests after a limit has been reached."""
@@ -59,7 +59,7 @@ Tools = list[dict[str, Any]]
 
 @dataclass(slots=True)
 class ProgramSession:
-    """The program of one episode. The endpoint calls ``ask``, Conversations ``open``, ``act`` and ``reward``.
+    """The program of one episode. The endpoint calls ``ask``; Conversations calls the other methods.
 
     asked: the request that the model answers next. sequence: index of the sequence that this request
     continues or begins. calls: number of tool calls so far. failed_calls: number of malformed ones.
@@ -136,8 +136,8 @@ class ProgramSession:
     def reward(self) -> float | None:
         """Return the reward that the program prints, or None if task.reward is set.
 
-        If a limit has ended the conversation, a program that gives no reward gets 0. Otherwise raises
-        ProgramError if the program fails, or gives no reward although task.reward is not set.
+        Raises ProgramError if the program fails, or if it prints no reward and task.reward is not set. If a
+        limit has ended the conversation, it returns 0 in these cases instead.
         """
         assert self._program
         cut = not self._answer.done()
@@ -169,10 +169,10 @@ class ProgramSession:
             self._answer.set_exception(RefusedError(self._over))
 
     def _next(self) -> list[Message]:
-        """Wait for the next request or the program's end; return the messages that the request adds, or [].
+        """Wait for the next request, and return the messages that it adds; [] if the program ends instead.
 
-        The request belongs to the sequence of which it repeats most messages. Kills the program and raises
-        TimeoutError if neither happens in time.
+        A request continues the longest sequence that it repeats completely; if there is none, it begins a new
+        sequence. Kills the program and raises TimeoutError if neither a request nor the end comes in time.
         """
         assert self._program
         deadline = time.monotonic() + self.task.seconds
@@ -288,13 +288,13 @@ class Agent(Conversational):
         return Programs(generator, self, chat, at_once=self.at_once, seconds=seconds)
 
     def session(self, request: Request) -> ProgramSession:
-        """Make a new session for an episode."""
+        """Make the session of a new episode, one of the completions of ``request``."""
         return ProgramSession(self, request, self.row(request.prompt))
 
     def opening(self, prompt: Prompt, said: Any, chat: Chat) -> tuple[Prompt, list[Message]]:
         """Return the program's first request as a prompt and as messages. Raises ValueError; see ``begun``.
 
-        said: messages and tools of the request.
+        prompt: that of the row. said: messages and tools of the program's first request.
         """
         messages, tools = said
         return self.begun(prompt, said, lambda: chat.render(messages, tools=tools), chat), [*messages]

@@ -160,8 +160,8 @@ class Chat:
     def bridge(self, turn: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
         """Return the bridge that follows a turn, with ``messages`` in it, int32 [T].
 
-        turn: int32 [T > 0]. If the turn ends with a special token, the bridge does not repeat the token with
-        which the template ends the message.
+        turn: int32 [T > 0]. If it ends with a special token, the bridge leaves out the token with which the
+        template ends a message.
         """
         answer: Message = {"role": "assistant", "content": ANSWERS[0]}
         rendered = self.render([QUESTION, answer, *messages])
@@ -186,8 +186,8 @@ class Chat:
     def require(self, role: str) -> None:
         """Raise ConfigError if the template rewrites earlier text when a message with this role follows.
 
-        Only the end of the text before the model's answer may change: the beginning of a thought, or an empty
-        thought, may be added or left out.
+        One change is allowed. Where the model's answer begins, a template may add or leave out the beginning
+        of a thought, or an empty thought.
         """
         if role in self._fit:
             return

@@ -163,7 +163,8 @@ def _arguments(text: str) -> dict[str, str]:
 class Session:
     """One environment during an episode.
 
-    If a tool fails, the model sees the error as the tool's result. Methods raise all others.
+    If a tool fails, the model sees the error as the tool's result. Any other error of the user's class is
+    raised by the method in which it occurs.
 
     row, seed: what ``reset`` may take. calls, failed_calls: numbers of all tool calls and of failed ones so
     far.
@@ -214,7 +215,7 @@ class Session:
         return float(_result_of(self._environment.get_reward())) if self.contract.has_reward else self._sum
 
     def _result(self, call: Call | str, end: float) -> Message:
-        """Return the message that answers a call. It is an error if the call fails or comes after ``end``."""
+        """Return the answer to a call: its result or an error. After time ``end`` no call begins."""
         if isinstance(call, str):
             return {"role": "tool", "name": "error", "content": call}
         if time.monotonic() > end:

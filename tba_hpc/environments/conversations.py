@@ -57,7 +57,7 @@ MOST_HANGING = 64
 class OpenGroup:
     """The group of a request while some of its episodes are open.
 
-    completions: those of the ended episodes, by place in the group. versions: int32 [n, 2], the versions of
+    completions: those of the ended episodes, by index in the group. versions: int32 [n, 2], the versions of
     the weights that sampled the first and the last token of each episode.
     """
 
@@ -139,8 +139,8 @@ class Episode:
 class Conversations:
     """The Generator of a task with an environment; see the module's docstring.
 
-    at_once: number of environments that work concurrently. seconds: time limit of an environment's work in a
-    turn. partner: what the policy talks with, as errors name it.
+    at_once: maximum number of environments that work concurrently. seconds: time limit of an environment's
+    work in a turn. partner: what the policy talks with, as errors name it.
     """
 
     partner = "environment"
@@ -174,8 +174,8 @@ class Conversations:
     def in_flight(self) -> int:
         """Number of turns in the engine, or half the number of open episodes if that is larger.
 
-        A caller begins new episodes while this is below the number that the engine decodes at a time. Up to
-        twice that number can thus be open while environments work.
+        A caller submits requests while this is below the number of completions that the engine decodes at a
+        time. Up to twice as many episodes can thus be open while environments work.
         """
         return max(self._generator.in_flight, -(-self._open // 2))
 
@@ -275,7 +275,7 @@ class Conversations:
         self._work(episode, self._act(episode, text, completion), self._acted)
 
     def _act(self, episode: Episode, text: str, turn: Completion) -> Callable[[], Reaction]:
-        """Return the call by which the session reacts to the model's turn, ``text``."""
+        """Return the call by which the session reacts to a turn, given as text and as sampled."""
         return partial(episode.session.act, text, tuple(episode.messages))
 
     def _acted(self, episode: Episode, reaction: Reaction) -> None:

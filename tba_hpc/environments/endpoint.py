@@ -36,7 +36,7 @@ class OwnListener(socket.socket):
     """Listening socket that closes connections of other users unread."""
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept the next connection. Raises ConnectionAbortedError, as asyncio expects, if it is closed."""
+        """Accept a connection. Raises ConnectionAbortedError, which asyncio ignores, for another user's."""
         connection, address = super().accept()
         with suppress(OSError):  # perhaps no descriptor is free
             if owner(connection) in (None, os.getuid()):

@@ -24,7 +24,7 @@ Body = Mapping[str, Any]
 """Body of a request or an answer, as in OpenAI's reference of chat completions."""
 
 MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "tba-hpc"}
-"""The only entry in the list of models."""
+"""The only entry in the endpoint's list of models."""
 
 
 def _joined(content: Any) -> str:
@@ -105,8 +105,9 @@ class ChatRequest(BaseModel):
     def of(cls, body: bytes, request: Request) -> ChatRequest:
         """Parse a program's request, given as JSON. Raises RefusedError.
 
-        request: the searcher's own; its temperature and top_p may be repeated, but not changed. In
-        evaluations both are ignored, because a program may give those of training.
+        request: the searcher's request for completions. In training the program's temperature and top_p must
+        be absent, or the same as in ``request``. In evaluations they are ignored, since a program may send
+        those of training.
         """
         try:
             asked = cls.model_validate_json(body)

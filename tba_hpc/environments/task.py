@@ -57,7 +57,8 @@ class Conversational(Jsonl):
         max_turns: number of the model's turns after which an episode ends. step_seconds: time limit for each
         reply of the environment or program, s. concurrency: number of environments or programs that may work
         at the same time, per searcher. chat_template_kwargs: variables of the chat template, such as
-        {enable_thinking: false}. options: those of ``Jsonl``.
+        {enable_thinking: false}. chat: always true, since conversations need a chat template. options: those
+        of ``Jsonl``.
         """
         super().__init__(tokenizer, chat=chat, **options)
         self.max_turns = max_turns
@@ -71,7 +72,10 @@ class Conversational(Jsonl):
         """Raise Unusable if a row lacks a field that an episode needs."""
 
     def _checked(self, row: Fields) -> Fields:
-        """Return the row unchanged. Raises Unusable, or ConfigError if the template cannot show tools."""
+        """Return the row unchanged. Raises Unusable if an episode cannot begin with it.
+
+        Raises ConfigError if the row has tools, but the chat template cannot show their results.
+        """
         tools = row.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise Unusable("'tools' is not a list of schemas, each an object")
@@ -81,7 +85,7 @@ class Conversational(Jsonl):
         return super()._checked(row)
 
     def identity(self, row: Fields) -> str:
-        """Return a string of the whole row, since the partner may use any field."""
+        """Return a string that is equal for equal rows. It covers all fields; the partner may use any."""
         return repr(sorted(row.items()))
 
     def shown(self, row: Fields) -> str:
@@ -95,8 +99,8 @@ class Conversational(Jsonl):
     def question(self, text: str) -> Prompt:
         """Return the prompt of a conversation about a user's question. Raises ConfigError.
 
-        A question that is a JSON object is a whole row. Any other text fills in the template if that has
-        exactly one field.
+        A question that is a JSON object is a whole row. Any other text becomes the row's ``prompt``, and the
+        field of task.options.template if there is exactly one.
         """
         row = self._asked(text)
         prompt = Prompt(0, self._encode(self.shown(row)), "")
@@ -128,13 +132,13 @@ class Conversational(Jsonl):
     def opening(self, prompt: Prompt, said: Any, chat: Chat) -> tuple[Prompt, list[Message]]:
         """Return the prompt with which an episode begins, and its messages. Raises ValueError; see ``begun``.
 
-        said: result of the session's ``open``.
+        prompt: that of the row. said: result of the session's ``open``.
         """
 
     def begun(self, prompt: Prompt, said: object, text: Callable[[], str], chat: Chat) -> Prompt:
         """Return the prompt with which all episodes of a row begin.
 
-        said: what the session adds to the row's prompt; if empty, the row's prompt is returned. text:
+        prompt: that of the row. said: what the session adds to it; if empty, ``prompt`` is returned. text:
         function that renders the whole prompt. Raises ValueError if the prompt is too long, or if an earlier
         episode of the row began differently, because all completions of a group have the same prompt.
         """

@@ -4,9 +4,10 @@
         python = "/project/verifiers/bin/python"    # of a virtual environment with verifiers
         env = {"taskset": {"id": "gsm8k-v1"}, "agent": {"harness": {"id": "null"}}}
 
-Rollouts run unchanged in a process of that Python (``verifiers_host.py``). A rollout's request to its model
-is a request for the next turn of a conversation. ``python -m tba_hpc.environments.verifiers module:Sums N``
-prints a row for each of the first N tasks, with the messages and tools with which its rollout begins.
+Rollouts run unchanged in a process of that Python (``verifiers_host.py``). When a rollout calls its model,
+the searcher's policy samples the next turn of the conversation. ``python -m tba_hpc.environments.verifiers
+module:Sums N`` prints the JSONL rows of the first N tasks, for task.train_file. Each row has the messages and
+tools with which its rollout begins.
 """
 
 from __future__ import annotations
@@ -92,7 +93,10 @@ class Rollout:
         cls._host = Host(cls.python, cls.env)
 
     def reset(self, prompt: list[Message], task: Line, tools: Sequence[Line] = ()) -> None:
-        """Begin the rollout. Raises ValueError if its first request differs from the row."""
+        """Begin the rollout. Raises ValueError if its first request differs from the row.
+
+        prompt, tools: messages and tools of this request, as the row has them. task: data of the task.
+        """
         self._id = next(self._host.ids)
         self._known: list[Message] = []
         self._reward: float | None = None
@@ -102,8 +106,8 @@ class Rollout:
     def step(self, messages: Sequence[Message]) -> tuple[list[Message], bool, float]:
         """Send the model's turn, the last of ``messages``, to the rollout, and wait for what follows.
 
-        Returns new messages, whether the rollout has ended, and reward 0, because ``get_reward`` returns the
-        reward.
+        Returns the messages that follow, whether the rollout has ended, and 0, because ``get_reward`` returns
+        the reward.
         """
         thought, _, said = str(messages[-1]["content"]).rpartition("</think>")
         calls = [call for call in parse_calls(said) if isinstance(call, Call)]
