@@ -1,9 +1,9 @@
 """Chooses the nodes that each component of a het job may get, so that all ranks form one MPI world.
 
-srun and PMIx give the nodes of a het step the same numbers only if all nodes of component 0 come before those
-of component 1 in Slurm's order of names (``docs/slurm.md``). Before a job is submitted, the list of nodes in
-this order is therefore cut in two. Component 0 excludes the nodes after the cut, and component 1 those before
-it. Either role may be component 0.
+srun and PMIx both number the nodes of a het job's step. Their numbers agree only if all nodes of component 0
+come before those of component 1 in Slurm's order of names (``docs/slurm.md``). Before a job is submitted, the
+list of nodes in this order is therefore cut in two. Component 0 excludes the nodes after the cut, and
+component 1 those before it. Either role may be component 0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RESERVES = re.compile(r"^--reservation[=\s]\s*(\S+)")
 class Node:
     """A node of a partition, as sinfo lists it.
 
-    up: whether the node is in service, idle or busy. idle: whether a job can get it at once. cpus:
+    up: whether the node is in service, be it idle or busy. idle: whether a job can get it at once. cpus:
     number of cores. memory: MiB. gpus: number of GPUs by type; the type "" if sinfo names none.
     """
 
@@ -57,10 +57,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A division of an ordered list of nodes between two requests.
+    """A division of an ordered list of nodes between two roles, 0 (trainer) and 1 (searcher).
 
-    first: index of the request that gets the nodes before the cut. leave: nodes that each request must
-    exclude, in the order of the list.
+    first: the role that gets the nodes before the cut. leave: nodes that each role must exclude, in the order
+    of the list.
     """
 
     first: int
@@ -75,14 +75,14 @@ def cut(
     up: frozenset[str],
     idle: frozenset[str],
 ) -> Cut | None:
-    """Divide the nodes in ``order`` between two requests; return None if no cut leaves enough for both.
+    """Divide the nodes in ``order`` between two roles; return None if no cut leaves enough for both.
 
-    needed: number of nodes that each request needs. fit: nodes that satisfy each request. up: nodes in
-    service. idle: nodes that a job can get at once.
+    needed: number of nodes that each role needs. fit: nodes that suit each role. up: nodes in service. idle:
+    nodes that a job can get at once.
 
-    A cut that lets both requests start at once is preferred. Cuts that are equal in this are ranked by the
-    smaller of two ratios, one per request: nodes in service on its side of the cut, divided by nodes that it
-    needs. Of equally good cuts, one that puts request 0 before the cut is chosen.
+    A cut that lets both roles start at once is preferred. Cuts that are equal in this are compared by a ratio
+    for each role: nodes in service on its side of the cut, divided by nodes that it needs. The cut whose
+    smaller ratio is the largest is chosen, and of equally good cuts one that puts role 0 first.
     """
     best: tuple[tuple[float, ...], int, int] = ((), 0, 0)
     for first in (0, 1):
@@ -108,7 +108,7 @@ def cut(
 
 
 def _sides(order: Sequence[str], first: frozenset[str], second: frozenset[str]) -> list[tuple[int, int]]:
-    """Return, for each place of a cut, how many nodes of ``first`` precede it and of ``second`` follow it."""
+    """Count, for each position of a cut, the nodes of ``first`` before it and of ``second`` after it."""
     before = accumulate((node in first for node in order), initial=0)
     total = sum(node in second for node in order)
     gone = accumulate((node in second for node in order), initial=0)
@@ -132,9 +132,9 @@ def _has(features: frozenset[str], constraint: str) -> bool:
 def separate_nodes(plan: Plan, site: Site) -> Plan:
     """Return the plan, with the nodes that each component of a het job must exclude.
 
-    The plan is returned unchanged for one allocation, if the site's sbatch_options choose nodes, or if sinfo
-    lists too few nodes. Raises ConfigError if no division of the nodes leaves enough for both components, and
-    SlurmError if Slurm does not answer.
+    The plan is returned unchanged if its job is no het job, if the site's sbatch_options choose nodes, or if
+    sinfo lists too few nodes. Raises ConfigError if no division of the nodes leaves enough for both
+    components, and SlurmError if Slurm does not answer.
     """
     if plan.form != "het" or any(map(CHOOSES_NODES.match, site.sbatch_options)):
         return plan

@@ -144,8 +144,8 @@ def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[s
     """Return the environment of ranks on this machine.
 
     memory: folder for MPI's files. base: variables that are passed on. They override the defaults set here,
-    such as OMP_NUM_THREADS=1. MPI's transports are an exception, since modules choose them for a cluster's
-    network.
+    such as OMP_NUM_THREADS. Variables that choose MPI's transports are not passed on, since a cluster's
+    environment modules set them for its network.
     """
     ours = {
         **dict.fromkeys(FILES_OF_MPI, str(memory)),
@@ -161,8 +161,7 @@ def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[s
 def _user(home: str) -> dict[str, str]:
     """Return this user's name and home folder as environment variables; Open MPI and torch need them.
 
-    home: folder for a user whom the system does not list, as in containers, whose
-    name is then the user id.
+    home: home folder of a user whom the system does not list, as in containers. The name is then the user id.
     """
     try:
         found = pwd.getpwuid(os.getuid())
@@ -253,9 +252,10 @@ class Child:
 
 @dataclass
 class Ranks:
-    """All processes of an attempt. An MPI world is one process, mpiexec, which is listed under ``trainers``.
+    """All processes of an attempt, which is one start of all ranks of a run.
 
-    Leaving the context kills all of them.
+    An MPI world is one process, mpiexec, which is listed under ``trainers``. Leaving the context kills all
+    processes.
     """
 
     trainers: list[Child] = field(default_factory=list)
@@ -327,8 +327,8 @@ class Ranks:
 def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = None) -> dict[str, list[str]]:
     """Return the command of each process that the launcher starts for a run, by the name of the process.
 
-    With MPI, mpiexec is the only one; the first of its ranks train. program: command that replaces
-    ``python -m tba_hpc``, or None. Raises LaunchError if mpiexec is missing or not Open MPI's.
+    With MPI, mpiexec is the only one, and the first of its ranks are the trainers. program: command that
+    replaces ``python -m tba_hpc``, or None. Raises LaunchError if mpiexec is missing or not Open MPI's.
     """
     trainers, searchers = config.launch.trainers, config.launch.searchers
     python = [sys.executable, "-P"]  # -P: runtime.py adds the working directory as the last place for modules
@@ -380,7 +380,7 @@ def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path,
 
 @dataclass
 class Signals:
-    """Requests that have arrived as signals.
+    """What the user or Slurm has asked for by signals.
 
     stop: end the run at its next safe point. kill: end it at once. preempted: the last signal was SIGUSR1 or
     SIGTERM, in a Slurm job, where it means that the job is preempted or out of time.
@@ -492,7 +492,7 @@ class LaunchDisplay(LiveDisplay):
             super().refresh()
 
     def note(self, text: str) -> None:
-        """Show a note."""
+        """Print a line above the display, where it stays."""
         with without_fail():
             super().note(text)
 
@@ -507,7 +507,7 @@ def _say(console: Console, text: str, style: str = "") -> None:
 
 
 def _once_possible(run: RunDir, config: Config, asked: Signals, do: Callable[[], Result]) -> Result:
-    """Return the result of ``do``, which needs the run's folder; try again while it raises OSError.
+    """Return the result of ``do``, which uses the run's folder; call it again while it raises OSError.
 
     Raises LaunchError after ``launch.disk_seconds``, or once the user has asked to kill the run.
     """
@@ -579,7 +579,10 @@ def _watch(run: RunDir, world: Ranks, asked: Signals, display: LiveDisplay) -> i
 
 
 def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:
-    """Describe a failure that no note explains: the rank, how it ended, and the last lines of its log."""
+    """Describe a failure of which no rank left a note: the rank, how it ended, and the end of its log.
+
+    logs: folder with the logs. code: exit status. trainers: number of trainer ranks.
+    """
     name = _failed_rank(log_file(logs, MPIEXEC), trainers) or (world.failed.name if world.failed else MPIEXEC)
     how = f"failed with exit status {code}"
     if code == 0:
@@ -595,7 +598,10 @@ def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:
 
 
 def _failed_rank(mpiexec_log: Path, trainers: int) -> str | None:
-    """Return the name of the first rank that mpiexec reports as failed, or None."""
+    """Return the name of the first rank that mpiexec reports as failed, or None.
+
+    trainers: number of trainer ranks; in mpiexec's numbers, searchers follow them.
+    """
     text = mpiexec_log.read_text(errors="replace") if mpiexec_log.exists() else ""
     if not (match := FAILED_RANK.search(text)):
         return None

@@ -1,7 +1,7 @@
-"""Chooses the MPI library that ranks load: pip's, the cluster's, or a given file; describes the one loaded.
+"""Chooses the MPI library that ranks load: pip's, the cluster's, or a given file; describes a loaded library.
 
-mpi4py loads the library when it is imported, and an environment variable tells it which. The variable must be
-set before Python starts.
+mpi4py loads the library when mpi4py is imported, and an environment variable tells it which. The variable
+must be set before Python starts.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def one_machine(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def mpiexec_of(library: str) -> Path | None:
-    """Return the path at which the mpiexec of a library should be; None if only the loader finds the library.
+    """Return the path at which the mpiexec of a library should be; None unless ``library`` is absolute.
 
-    library: a value of VARIABLE. Relative paths give None, since they would lead to a program in the working
-    directory, which may be another user's.
+    library: a value of VARIABLE. A relative path could lead to another user's program in the working
+    directory.
     """
     path = Path(library)
     if not path.is_absolute():

@@ -68,8 +68,9 @@ class Placement:
     def _of_step(cls, config: Config, role: Role, gpus: int) -> Placement:
         """Derive the placement from the numbers that srun gives to all ranks of a step, of both roles.
 
-        Trainers have the first numbers, or the last if the variable named by SEARCHERS_FIRST is 1. Raises
-        ConfigError if srun has not started this rank, or if its number belongs to the other role.
+        gpus: how many GPUs the rank uses. Trainers have the first numbers, or the last if the environment
+        variable TBA_SEARCHERS_FIRST is 1. Raises ConfigError if srun has not started this rank, or if its
+        number belongs to the other role.
         """
         if "SLURM_PROCID" not in os.environ:
             raise ConfigError(

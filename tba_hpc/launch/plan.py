@@ -144,7 +144,7 @@ class Site(Section):
     sbatch_options: tuple[str, ...] = ()
     """Additional options of sbatch for the nodes of both roles, such as ``--exclude=node13``."""
     network_interface: str | None = None
-    """Interface of the fast network, such as ib0 or hsn0, for NCCL, gloo and the TCP of Open MPI. null: NCCL
+    """Interface of the fast network, such as ib0 or hsn0, for NCCL, gloo and Open MPI's TCP. null: NCCL
     and gloo choose one. Open MPI then listens on all interfaces, or on none in a job of one node."""
     setup: tuple[str, ...] = ()
     """Shell lines that the batch script runs first, such as ``module use /my/modules`` or ``source
@@ -256,9 +256,10 @@ class Site(Section):
 def load_site(path: Path, options: Sequence[str] = (), **keys: object) -> Site:
     """Read a site file, or a shipped site by its name. ``keys`` override the values of the file.
 
-    options: further options of sbatch, which override the file and ``keys``. They are added to
-    sbatch_options. Those that REQUESTS names become site keys instead, also if they stand in sbatch_options,
-    so that checks see what the job requests. Raises ConfigError if the file is missing or a value is wrong.
+    options: further options of sbatch, which override the file and ``keys``. They are added to the site key
+    sbatch_options. But options named by REQUESTS set their own site keys, even if they stand in
+    sbatch_options, so that checks see what the job requests. Raises ConfigError if the file is missing or a
+    value is wrong.
     """
     tree = read_tree(path, "sites")
     try:
@@ -330,8 +331,8 @@ class Plan:
     """Nodes and ranks of a job.
 
     nodes: number of all nodes. why: a description of the split, for the user. first: role of component 0 of a
-    het job, whose nodes come first by name (``component_nodes.py``). remarks: a sentence about GPUs, or ranks
-    of a cluster without GPUs, that stay idle, or none.
+    het job, whose nodes come first by name (``component_nodes.py``). remarks: empty, or a sentence on how
+    many GPUs stay idle, and why. On a cluster without GPUs it counts ranks.
     """
 
     form: Form

@@ -43,7 +43,7 @@ REMEDIES = {
 """Site key to change, by words in Slurm's error message. The first match counts."""
 
 LIMITS = ("accounting/qos policy", "maxsubmit", "maxjobs")
-"""Words in Slurm's error message for a limit on a user's jobs, which those in the queue may have reached."""
+"""Words in Slurm's error message for a limit that the user's jobs in the queue may have reached."""
 
 UNAVAILABLE = "node configuration"
 """Words in the output of ``sbatch --test-only`` if no nodes have what a job requests.

@@ -29,11 +29,11 @@ FIRST_ELASTIC = 5000
 """Number of the first elastic searcher. A copy of the one in ``config``, which takes long to import."""
 
 LONG_SECONDS = 300
-"""Seconds of searching after which a failure counts as the first in a row, whatever came before."""
+"""Time after which a failure of elastic searchers counts as the first in a row, whatever came before, s."""
 
 NEAR_END_SECONDS = 120
-"""Time before the end of a job, besides the time for a checkpoint, s. A job that is asked to stop within it
-had too short a time limit. A job that is asked earlier was preempted. Slurm may ask up to 60 s early."""
+"""Time that tells why a job was asked to stop, s. If the time left was less than this plus the time for a
+checkpoint, the job's time limit was near. Otherwise it was preempted. Slurm may ask up to 60 s early."""
 
 SCRIPT_SECONDS = 270
 """Time for a checkpoint in the scripts in slurm/, s. Whatever the site says, these are asked to stop 300 s
@@ -43,7 +43,7 @@ TOO_SLOW = (
     "see the job's log, give it more time (--time, site key time) or, if its nodes were rejected, other "
     "nodes or no het job (--homogeneous)"
 )
-"""Remedy for several allocations in a row that sealed nothing."""
+"""Remedy for several allocations in a row that sealed neither a shard nor a checkpoint."""
 
 TOO_EARLY = (
     "the last was asked to stop before it could seal anything, because its time limit is hardly longer than "
@@ -93,8 +93,8 @@ class JobState:
     others: list[str] = field(default_factory=list)
     """Hosts of component 1."""
     answers: list[str] = field(default_factory=list)
-    """Hosts that start a process. The prefix "!" marks those that do not see the run directory, and "?" those
-    that fail the health check."""
+    """Hosts on which a test process has started. The prefix "!" marks those that do not see the run
+    directory, and "?" those that fail the health check."""
     ascending: list[str] = field(default_factory=list)
     """All hosts of a het job in Slurm's order of names."""
     last_look: bool = False
@@ -200,7 +200,7 @@ def _caches(job: JobState) -> str:
 
 
 def start(job: JobState) -> str:
-    """Place the ranks on the nodes that answer, and begin an attempt.
+    """Place the ranks on the nodes that answer, and begin an attempt, a start of all ranks.
 
     Returns ``go`` with the numbers of nodes and searchers and the name of the attempt, or ``look`` if nodes
     have failed their first check. Returns ``queue`` if the nodes are unusable, or ``exit`` if a node does not
@@ -236,7 +236,10 @@ def _unfit(why: str) -> str:
 
 
 def _het(job: JobState, missing: Sequence[str]) -> str:
-    """Start the ranks of a het job, or return ``queue`` if one of its nodes is missing or misplaced."""
+    """Start the ranks of a het job; or return ``queue`` if a node is missing, or in both components.
+
+    Also returns ``queue`` if the nodes, component 0 first, are not in Slurm's order of names.
+    """
     hosts = [*job.hosts, *job.others]
     if not (job.hosts and job.others):
         return _unfit("Slurm names no nodes of one component")
@@ -355,9 +358,9 @@ def leave(job: JobState) -> str:
 
 
 def _count_idle(job: JobState) -> tuple[int, bool]:
-    """Count the allocations in a row that sealed nothing. Those that a preemption cut short do not count.
+    """Count the allocations in a row that sealed neither a shard nor a checkpoint.
 
-    Also return whether this one was asked to stop near its end.
+    Those cut short by preemption do not count. Also return whether this one was asked to stop near its end.
     """
     noted = _read(job.mark("idle")).strip()
     idle = int(noted) if noted.isdecimal() else 0
@@ -424,9 +427,9 @@ def _newer(folder: Path, pattern: str, mark: Path) -> bool:
 def join(job: JobState) -> str:
     """Decide whether a job of elastic searchers starts them on its node.
 
-    ``answers`` names the node if it fails the health check. Returns ``go`` with the name of the folder of
-    caches. Returns ``queue`` if the node is unfit or the job was asked to stop, or ``exit`` if the run is
-    finished or after too many unfit nodes in a row.
+    ``answers`` is empty, or names the node if it fails the health check. Returns ``go`` with the name of the
+    folder of caches. Returns ``queue`` if the node is unfit or the job was asked to stop, or ``exit`` if the
+    run is finished or after too many unfit nodes in a row.
     """
     if job.finished:
         say("the run is finished: there is nothing to search for")
