@@ -142,7 +142,7 @@ OBJECTIVES_ELSEWHERE = {
     "ppo": "grpo has its clip, but there is no critic",
     "reinforce": "rloo is REINFORCE with a baseline",
 }
-"""Remedies for names of objectives that other systems have."""
+"""Remedies for objectives that other RL systems have, by their name there."""
 
 
 def explain(error: ValidationError, model: type[BaseModel], noun: str = "config") -> str:
@@ -200,7 +200,10 @@ def _key_below(key: str, section: type[BaseModel], given: object) -> str:
 
 
 def _form(field: FieldInfo | None) -> str:
-    """Return the end of an error about a text of the wrong form. field: None if the key has no field."""
+    """Return the end of an error about a text of the wrong form: the form that it must have.
+
+    field: that of the key; None for a name that the user chose.
+    """
     if field is None or not field.examples:
         return "a name has only letters, digits and _, and does not begin with a digit"
     return f"must be of the form of {' or '.join(field.examples)}"
@@ -240,7 +243,7 @@ def elsewhere() -> dict[str, dict[str, Any]]:
 
 
 def _foreign(problems: Sequence[ErrorDetails]) -> str:
-    """Return the end of an error about unknown keys: our equivalents of those that other systems have."""
+    """Return the end of an error about unknown keys: our equivalents of TRL's, verl's or prime-rl's keys."""
     ours: dict[str, list[str]] = {}
     for problem in problems:
         if problem["type"] == "extra_forbidden":
@@ -251,9 +254,10 @@ def _foreign(problems: Sequence[ErrorDetails]) -> str:
 
 
 def _elsewhere(names: list[str], value: object) -> dict[str, list[str]]:
-    """Return the first system that has an unknown key, with phrases that name our keys; {} if none has it.
+    """Return which of the systems in ``elsewhere`` has an unknown key, with phrases that name our keys.
 
-    names: path of the unknown key. value: its value; if that is a dict, its keys are looked up, too.
+    Of several systems the first is returned; {} if none has the key. names: path of the unknown key. value:
+    its value; if that is a dict, its keys are looked up, too.
     """
     given = [f"{path}." for path in flat({".".join(names): value})]
     for system, about in elsewhere().items():
@@ -268,7 +272,7 @@ def _elsewhere(names: list[str], value: object) -> dict[str, list[str]]:
 
 
 def _nearly_elsewhere(name: str) -> str:
-    """Return the end of an error: our equivalent of the key of another system that is nearly ``name``."""
+    """Return the end of an error: our equivalent of a key in ``elsewhere`` that is nearly ``name``, or ""."""
     for system, about in elsewhere().items():
         ours = {theirs: key for theirs, key, _ in about["keys"]}
         if close := difflib.get_close_matches(name, ours, n=1, cutoff=0.9):

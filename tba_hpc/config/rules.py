@@ -126,7 +126,7 @@ def _of_sampling(config: Config) -> Iterator[str]:
 
 
 def _of_score_centering(config: Config) -> Iterator[str]:
-    """Yield a sentence for each key that makes samples differ from the recorded log-probabilities."""
+    """Yield a sentence for each key that makes sampling differ from the recorded log-probabilities."""
     generator, own = config.generator, config.model.logprob_temperature
     if not config.train.score_centering:
         return

@@ -130,9 +130,9 @@ class ModelSection(Section):
     context_length: int = Field(1024, ge=2)
     """Maximum length of prompt and completion together, in tokens."""
     logprob_temperature: Positive | None = None
-    """T: all log-probabilities are those of softmax(logits/T). If unset: generator.temperature with
-    train.score_centering, oapl or a policy gradient, which need samples of the policy that they train;
-    otherwise 1."""
+    """T: all log-probabilities are those of softmax(logits/T). If unset: 1. But with train.score_centering,
+    oapl or a policy gradient: generator.temperature, since these need samples of the policy that they
+    train."""
     fp32_head: bool = True
     """Compute the logits of bfloat16 models in float32, so that the log-probabilities of learner, reference
     and engine agree more closely."""
@@ -199,8 +199,8 @@ class TaskSection(Section):
     test_file: UserPath | None = None
     """JSONL file with held-out problems. null: the task's own data, or a part of train_file."""
     special_tokens: bool = False
-    """Include special tokens, such as answer tags, in the text that rewards, environments and samples see. An
-    end-of-sequence token at the end is left out in any case."""
+    """Include special tokens, such as answer tags, in the text that rewards and environments get and that
+    ``tba samples`` shows. An end-of-sequence token at the end is left out in any case."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the task."""
 
@@ -313,7 +313,7 @@ class LearningRate(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up: constant, or a linear or cosine decay to zero."""
     peak: MayChange[Positive] = 1e-5
-    """Highest learning rate. If a resume changes it, a replay has the new one from its first step."""
+    """Highest learning rate. If a resume changes it, ``tba replay`` uses the new one from the first step."""
     warmup_steps: int = Field(0, ge=0)
     """Number of steps over which the rate rises linearly from zero."""
     decay: MayChange[tuple[int, int] | None] = None
@@ -444,7 +444,7 @@ class TrainSection(Section):
 
     @property
     def value_beta(self) -> float | None:
-        """Coefficient β₁ of OAPL's values; None for every other objective."""
+        """Coefficient β₁ of OAPL's value V̂; None for every other objective."""
         return (self.objective.value_beta or self.beta[0][1]) if isinstance(self.objective, Oapl) else None
 
     @property
@@ -566,9 +566,9 @@ class LaunchSection(Section):
 
     @property
     def stack_seconds(self) -> float:
-        """Longest time between a loop's checks for a stop, s. A rank that takes longer writes its stacks.
+        """Longest time between a loop's checks for a stop, s. A rank that takes longer logs its stack traces.
 
-        It is shorter than the time after which other ranks give up on that rank.
+        This time is shorter than the one after which other ranks give up on that rank.
         """
         return 0.8 * self.silence_seconds
 
@@ -619,7 +619,7 @@ class Config(Section):
 
     @property
     def selective(self) -> bool:
-        """True if trajectories may be evicted for age, reference or uses, and not only for lack of room."""
+        """True if age, uses or a reset of the reference may evict trajectories, not only lack of room."""
         limited = self.buffer.replay_limit is not None
         reset = isinstance(self.train.reference, ResetReference)
         return limited or self.exchange.max_staleness is not None or reset

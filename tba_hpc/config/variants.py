@@ -51,7 +51,7 @@ class ObjectiveSection(Section):
     """A loss over whole groups, with properties that other keys depend on.
 
     policy_gradient: whether the loss is unbiased only if groups are distributed like samples of the policy.
-    own_samples: whether completions must be samples of the policy whose log-probabilities are recorded.
+    own_samples: whether completions must be samples of the policy itself, at its own temperature.
     takes_bound: whether train.ratio_bound may be set, because the loss itself does not limit stale data.
     tapered: whether train.ratio_bound is taper by default. weighs_kl: whether the loss has a KL term to the
     reference. kl_optional: whether β only weighs this term, so that β = 0 leaves the term out. normaliser:
@@ -179,7 +179,7 @@ class Unbounded(Section):
 
 
 class RatioWeighted(Section):
-    """Base of the bounds that weight each token by π_θ/π_behaviour, whether or not the bound takes effect."""
+    """Base of the bounds that give each token the weight π_θ/π_behaviour, unless they limit this weight."""
 
 
 class RatioCap(RatioWeighted):
