@@ -28,7 +28,7 @@ Python 3.11.3 and older lack this filter. That is safe, because only this user w
 """
 
 ARCHIVE = "TBA_COMPILED"
-"""Environment variable that names a tar file in the run directory: a copy of one node's folder."""
+"""Environment variable that names a tar file in the run directory: one node's folder of compiled code."""
 
 
 def keep_caches_private(environment: MutableMapping[str, str]) -> None:

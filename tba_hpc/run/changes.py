@@ -16,8 +16,9 @@ from tba_hpc.run.owners import holders
 def create(config: Config) -> RunDir:
     """Make or resume the run directory of a config; log an event ``changed`` if a resume changes keys.
 
-    If the run has produced nothing, the config may name another model or other prompts: the digests of the
-    earlier ones are deleted. While elastic searchers use those, the digests stay, and ranks refuse a change.
+    If the run has produced nothing, the config may name another model or other prompts. The digests of the
+    earlier model and prompts are then deleted, unless searchers of the run are alive. Those still use the
+    earlier ones, so the digests stay, and ranks refuse a config that names others.
 
     Raises the ConfigErrors of ``RunDir.create`` and ``refuse_steps_behind``.
     """

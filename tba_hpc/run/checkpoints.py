@@ -227,9 +227,9 @@ def complete_checkpoint(
 ) -> dict[int, int]:
     """Write ``state.json`` beside files that are already durable, then the file COMPLETE.
 
-    Checkpoints beyond the newest ``keep`` are deleted afterwards. known: inventory lines of files whose
-    checksums are known. Returns the cursors of the oldest checkpoint that is kept; no resume needs a shard
-    before them. Raises DiskFullError.
+    Checkpoints beyond the newest ``keep`` are deleted afterwards. known: lines for COMPLETE about files whose
+    checksums are known already. Returns the cursors of the oldest checkpoint that is kept; no resume needs a
+    shard before them. Raises DiskFullError.
     """
     listed = inventory(folder, known=known)
     fsync(run.checkpoints)  # makes the name of ``folder`` durable
@@ -330,10 +330,10 @@ def prune_references(run: RunDir) -> None:
 
 
 def checkpoint_folders(run: RunDir, *, complete: bool) -> list[Path]:
-    """List the folders of complete or of unfinished checkpoints, in ascending order of (step, save).
+    """List the folders of complete or of unfinished checkpoints by ascending step.
 
-    The checkpoint that RUN/newest-checkpoint names counts as complete even if it has lost its COMPLETE: it is
-    damaged, not unfinished.
+    ``step-000400.1`` comes after ``step-000400``. The checkpoint that RUN/newest-checkpoint names counts as
+    complete even if it has lost its COMPLETE: it is damaged, not unfinished.
     """
     newest = _named_newest(run)
     there = sorted(filter(_order, run.checkpoints.glob("step-*")), key=_order)
@@ -355,6 +355,9 @@ def step_of(folder: Path) -> int:
 
 
 def _order(folder: Path) -> tuple[int, int] | tuple[()]:
-    """Return the step and save number in a checkpoint's name; empty if it is not the name of a checkpoint."""
+    """Return (400, 1) for a folder named ``step-000400.1``; empty if it is not the name of a checkpoint.
+
+    The second number counts the checkpoints of that step, from 0.
+    """
     name = re.fullmatch(r"step-(\d+)(?:\.(\d+))?", folder.name)
     return (int(name[1]), int(name[2] or 0)) if name else ()

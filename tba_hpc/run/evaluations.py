@@ -28,7 +28,7 @@ from tba_hpc.run.files import if_available, read_regular, remove, write_atomic
 log = logging.getLogger(__name__)
 
 PART = re.compile(r"searcher-\d+-of-(\d+)\.json")
-"""File name of a part; the group is the number of searchers that share the evaluation."""
+"""File name of a part. What the brackets match is the number of searchers that share the evaluation."""
 
 SUMMED = ("correct", "cut_correct", "total", "tokens", "truncated", "graded", "rewards", "squares")
 """Fields of an evaluation that are sums over its answers, so that joining two parts adds them."""
@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Results of the answers to a split by the weights of ``step``: one searcher's part, or the whole.
+    """Results of evaluating the weights of ``step`` on a split: one searcher's part, or the whole.
 
     correct, total: number of correct answers, and of all. truncated: number of answers that a limit of tokens
     or turns cut off; cut_correct: how many of these are correct. tokens: number of tokens that the policy
@@ -186,11 +186,11 @@ def evaluations_on_disk(run: RunDir) -> dict[str, tuple[Split, int]]:
 
 
 def discard_evaluations(run: RunDir, *, after: int) -> None:
-    """Delete evaluations that a resume from step ``after`` repeats, and join the parts of all complete ones.
+    """Delete the evaluations that a resume from step ``after`` repeats. Join the parts of complete ones.
 
-    A resume repeats evaluations of later steps, and incomplete ones of the validation split. Incomplete ones
-    of the test split are completed instead: the resume evaluates the same weights again, and searchers that
-    have written their part skip it.
+    A resume repeats evaluations of later steps, and incomplete ones of the validation split. An incomplete
+    evaluation of the test split is completed instead: the resume evaluates the same weights again, and
+    searchers that have written their part skip it.
     """
     for split, step in evaluations_on_disk(run).values():
         whole = find_evaluation(run, split, step)

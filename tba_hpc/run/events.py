@@ -79,8 +79,8 @@ def resume_command(run: RunDir, events: Sequence[Mapping[str, Any]], *, job: str
     """Return the command that resumes the run: ``tba run``, or its last ``tba submit`` or ``sbatch``.
 
     If a run has a job, but no event holds its command, the result is a ``tba submit`` with the number of the
-    job's nodes, or the letter N if that is unknown. events: all of the run's, in order. job: id of the run's
-    job, or "" if it has none. It is used only if the run has no events, since these name the job.
+    job's nodes, or the letter N if that is unknown. events: all of the run's, in order. They name its job; if
+    there are no events, ``job`` is taken: the id of the run's job, or "" if it has none.
     """
     typed = [str(event["command"]) for event in events if "command" in event]
     if typed and (events[-1]["job"] or "command" in events[-1]):

@@ -29,8 +29,8 @@ class Merge:
     published last. revision: how often merges or evictions had changed the buffer, this one included.
     trajectories, tokens: size of the shard. request_ids: requests that the shard answers or sets aside.
     added, duplicates, evicted: trajectories that the buffer stored, dropped as duplicates, and evicted.
-    again: trajectories left out because an earlier shard had answered their requests. answered: those
-    requests.
+    answered: requests of the shard that an earlier shard had answered. again: number of trajectories left
+    out for that reason.
     """
 
     key: ShardKey
@@ -48,7 +48,7 @@ class Merge:
 
     @classmethod
     def of(cls, record: Record) -> Merge:
-        """Build from a record of the trainer's metrics with the event ``merged``."""
+        """Build from a line of the trainer's metrics whose event is ``merged``."""
         counts = ("step", "sync", "revision", "trajectories", "tokens", "added", "duplicates", "evicted")
         return cls(
             key=(integer(record, "searcher"), integer(record, "shard")),
@@ -62,10 +62,11 @@ class Merge:
 class History:
     """Work of the trainer, without what a resume from an earlier checkpoint has undone.
 
-    merges: merges, in order. steps: records of optimizer steps, in order. evictions: trajectories evicted
-    outside of merges (stale, of an old reference, or used up), by the buffer's revision. starts: how often a
-    trainer began its loop. redone: for each resume, the number of steps that it undid. gaps: for each resume
-    from a step or revision beyond the last on record, a phrase that says so.
+    merges: merges, in order. steps: metrics of the optimizer steps, in order. evictions: numbers of
+    trajectories evicted outside of merges (stale, of an old reference, or used up), by the buffer's revision,
+    which counts its changes (see Merge). starts: how often a trainer began its loop. redone: for each resume,
+    the number of steps that it undid. gaps: a phrase for each resume whose checkpoint has a step or revision
+    beyond the last one in the metrics.
     """
 
     merges: list[Merge] = field(default_factory=list)
@@ -82,7 +83,7 @@ class History:
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> History:
-        """Build the history from the records of the trainer's metrics, in order."""
+        """Build the history from the lines of the trainer's metrics, in order."""
         history = cls()
         for record in records:
             history._take(record)
@@ -100,7 +101,10 @@ class History:
                 self._go_back(integer(record, "step"), integer(record, "revision"))
 
     def _go_back(self, step: int, revision: int) -> None:
-        """Note a start from ``step`` and ``revision`` (0 in a new run), and drop what came after these."""
+        """Note a start from ``step`` and the buffer's ``revision``, and drop what came after these.
+
+        Both are 0 in a new run.
+        """
         if step > self.last_step or revision > self.last_revision:
             self.gaps.append(
                 f"a resume from step {step}, revision {revision} follows step {self.last_step}, "
@@ -114,16 +118,16 @@ class History:
         self.evictions = {at: count for at, count in self.evictions.items() if at <= revision}
 
     def until(self, revision: int) -> list[Merge]:
-        """List the merges up to a revision of the buffer."""
+        """List the merges up to ``revision``, a number of changes of the buffer."""
         return [merge for merge in self.merges if merge.revision <= revision]
 
     def revisions(self, last: float = math.inf) -> list[int]:
-        """List the buffer's revisions up to ``last`` that merges or evictions made, ascending."""
+        """List the numbers (revisions) of the buffer's changes on record, ascending, up to ``last``."""
         found = (*(merge.revision for merge in self.merges), *self.evictions)
         return sorted(revision for revision in found if revision <= last)
 
     def dropped(self, last: float = math.inf) -> int:
-        """Count the trajectories evicted outside of merges, up to the revision ``last``."""
+        """Count the trajectories evicted outside of merges, up to the buffer's change number ``last``."""
         return sum(count for revision, count in self.evictions.items() if revision <= last)
 
     @property
@@ -133,10 +137,10 @@ class History:
 
     @property
     def last_revision(self) -> int:
-        """Newest revision of the buffer on record; 0 if there is none."""
+        """Number (revision) of the buffer's last change on record; 0 if there is none."""
         return max(self.revisions(), default=0)
 
 
 def integer(record: Record, name: str) -> int:
-    """Return a field of a record as an integer; 0 if it is missing."""
+    """Return a field of a line of metrics as an integer; 0 if it is missing."""
     return int(number(record, name, 0))

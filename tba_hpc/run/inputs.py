@@ -107,7 +107,7 @@ def _noted(file: Path, data: bytes) -> bytes:
 
 
 def _sampled(file: Path) -> str:
-    """Return a digest of a file's PIECES, so that a large file need not be read as a whole."""
+    """Return a digest of PIECES short pieces of a file, so that a large file need not be read as a whole."""
     summed, size = blake3(), file.stat().st_size
     with file.open("rb") as opened:
         for start in np.linspace(0, max(0, size - PIECE_BYTES), PIECES).astype(int).tolist():

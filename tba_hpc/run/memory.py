@@ -49,7 +49,10 @@ def _control_groups(listing: Path) -> list[list[str]]:
 
 
 def _left_by_groups(listing: Path, groups: Path) -> Iterator[int]:
-    """Yield the bytes left in each limited control group of the process; Slurm sets a limit for each job."""
+    """Yield the bytes left in each limited control group of a process; Slurm sets a limit for each job.
+
+    listing: the process's file ``cgroup`` below /proc. groups: folder of the control groups.
+    """
     for _, controllers, group in _control_groups(listing):
         hierarchy, *names = V1 if controllers else V2
         place = groups / hierarchy / group.lstrip("/")
@@ -58,7 +61,7 @@ def _left_by_groups(listing: Path, groups: Path) -> Iterator[int]:
 
 
 def _left(group: Path, limit: str, usage: str, cached: str) -> Iterator[int]:
-    """Yield the bytes left in a control group, or nothing if it has no limit."""
+    """Yield the bytes left in a control group, or nothing if it has no limit. Other arguments: see V2."""
     if not (group / limit).exists() or (most := (group / limit).read_text().strip()) == "max":
         return
     found = re.search(rf"^{cached} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)

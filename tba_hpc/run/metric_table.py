@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Unit and meaning of a value in a record. curve: whether reports plot the value over time."""
+    """Unit and meaning of a value in a line of metrics. curve: whether reports plot it over time."""
 
     unit: str
     meaning: str
@@ -189,7 +189,7 @@ TRAINER_EVENTS = {
     "stopped": "training stopped early, after a checkpoint",
     "finished": "the last step is done",
 }
-"""Events of the trainer: records with ``event``, ``step`` and ``revision``."""
+"""Events of the trainer: records with ``event``, ``step`` and the buffer's ``revision`` (see FIELDS)."""
 
 SEARCHER_EVENTS = {
     "started": "the searcher begins: ``searchers``, and ``place`` if it differs from its number",

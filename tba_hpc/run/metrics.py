@@ -48,7 +48,7 @@ class MetricsWriter:
     """Writer that appends records to ``path``, where readers see them at once.
 
     On a full disk records wait in memory until there is space. ``log`` and ``sync`` may be called in
-    different threads. digest: summary of this file, which must already include the records in it.
+    different threads. digest: called with new records; it must know those that the file already holds.
     """
 
     def __init__(self, path: Path, *, digest: Digest | None = None) -> None:

@@ -122,7 +122,10 @@ UNKNOWN = Owner(host="unknown", machine="unknown", pid=-1)
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Valid claim to a name. number, file: 0 and None if nobody has claimed the name yet."""
+    """Valid claim to a name: the one with the highest ``number``, in ``file``.
+
+    If nobody has claimed the name yet, they are 0 and None.
+    """
 
     name: str
     number: int = 0
@@ -410,7 +413,7 @@ def _sentence(run: RunDir, claim: Claim) -> str:
 
 
 def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
-    """Return whether a claim has no living owner."""
+    """Return whether a claim has no living owner, so that ``me``, this process or its job, may take it."""
     owner = claim.owner
     if not (owner.pid or owner.job):
         return True
@@ -431,8 +434,8 @@ def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
 def _is_silent(run: RunDir, claim: Claim) -> bool:
     """Return whether an owner has given no sign of life for SILENT_OWNER_SECONDS.
 
-    If the last sign is dated so far into the future, a clock was wrong. Then the owner counts as silent if it
-    gives no new sign for one and a half times BEAT_SECONDS.
+    If the last sign is dated that many seconds or more into the future, a clock was wrong. The owner then
+    counts as silent if it gives no new sign for one and a half times BEAT_SECONDS, for which this waits.
     """
 
     def sign() -> float:  # a job that owns a run as a whole gives no signs, but its trainer ranks do
@@ -451,10 +454,10 @@ def _is_silent(run: RunDir, claim: Claim) -> bool:
 
 
 def _is_of_an_earlier_start(claim: Claim, me: Owner) -> bool:
-    """Return whether the owner is of an earlier start in this process's Slurm job, and so must be gone.
+    """Return whether the owner is of an earlier start in the Slurm job of ``me``, and so must be gone.
 
-    A requeue ends all processes of a job, and a job starts its ranks by one Slurm step after another. But two
-    ``tba run``, or two elastic searchers, may be at work in one job at the same time.
+    A job starts its ranks anew only when the earlier ones have ended. But two ``tba run``, or two elastic
+    searchers, may be at work in one job at the same time; only a requeue of the job ends them.
     """
     owner = claim.owner
     several = owner.elastic or (claim.name == LAUNCH and owner.pid)

@@ -17,13 +17,13 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 HEADER = b"Timeout ("
-"""First bytes that ``faulthandler`` writes when its timer runs out, because the rank is late."""
+"""First bytes that ``faulthandler`` writes when its timer runs out, because the rank seems to hang."""
 
 THREAD = "Thread 0x"
 """Beginning of the first line of each thread's stack. The main thread's stack is the last."""
 
 WENT_ON = "reached a safe point again"
-"""Words that a rank logs if it was late but has continued."""
+"""Words that a rank logs if it seemed to hang, but has continued."""
 
 FRAMES = 8
 """Number of frames of the main thread that are reported, the innermost ones."""
@@ -78,7 +78,7 @@ def _say_that_it_went_on(seconds: float) -> None:
 
 
 def late_ranks(logs: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of each rank that is late, according to its log, and its innermost frames.
+    """Yield the name of each rank that hangs, according to its log, and its innermost frames.
 
     A rank that has continued since is left out. logs: folder of an attempt.
     """

@@ -88,7 +88,10 @@ class Underway:
 
 
 def _judged(searcher: int, call: str, attempts: list[str]) -> ConfigError | None:
-    """Log a warning about a call in which the searcher ended, or return an error if it did so too often."""
+    """Log a warning about a call in which the searcher ended, or return an error if it did so too often.
+
+    attempts: numbers of the attempts in which the searcher's process has ended in this call.
+    """
     found = f"searcher {searcher} ended without an error message during {call}, in attempt"
     if len(attempts) < MOST_ENDS:
         log.warning("%s %s: if that happens again, the run ends", found, attempts[0])
