@@ -82,7 +82,7 @@ def _layers(names: Iterable[str]) -> list[str]:
 
 
 def tensor_in(buffer: np.ndarray, slot: WeightSlot) -> Tensor:
-    """Return a tensor of a layout as a view of ``buffer``, the flat uint8 array of all its tensors."""
+    """Return the tensor of ``slot`` as a view of ``buffer``, uint8, which holds all tensors of a layout."""
     return torch.from_numpy(buffer[slot.start : slot.end]).view(DTYPE[slot.dtype]).view(slot.shape)
 
 

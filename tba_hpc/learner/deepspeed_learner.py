@@ -238,7 +238,10 @@ class DeepSpeedLearner:
     def _all(
         self, name: str, *arguments: float | Path, batch: TrajectoryBatch | None = None
     ) -> Iterator[None]:
-        """Make the followers execute the command that the leader executes within the block."""
+        """Make the followers execute the command that the leader executes within the block.
+
+        name, arguments, batch: the command, as ``_execute`` of the followers knows it.
+        """
         plain = tuple(str(one.absolute()) if isinstance(one, Path) else one for one in arguments)
         self._group.send(Command(name, plain, batches.to_arrays(batch) if batch else {}))
         with self._group.together():
@@ -302,7 +305,7 @@ class DeepSpeedLearner:
         }
 
     def _plan(self, batch: TrajectoryBatch) -> list[Part]:
-        """Plan the micro-batches of this rank."""
+        """Return this rank's groups of the batch in parts, and the micro-batches of each part."""
         return batches.plan(
             batch,
             rank=self._group.rank,
@@ -357,7 +360,10 @@ class DeepSpeedLearner:
     def _not_finite(
         self, batch: TrajectoryBatch, parts: Sequence[Part], outputs: Sequence[ObjectiveOutput]
     ) -> list[int]:
-        """Return the prompt ids of the groups, on any rank, whose loss is not finite. All ranks call this."""
+        """Return the prompt ids of the groups, on any rank, whose loss is not finite. All ranks call this.
+
+        parts, outputs: this rank's parts of the batch, and the objective's output for each.
+        """
         flags = np.zeros(batch.groups)
         for part, output in zip(parts, outputs, strict=True):
             flags[part.groups] = (~output.loss_BK.detach().mean(1).isfinite()).cpu().numpy()
@@ -525,9 +531,9 @@ class DeepSpeedLearner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """A Part of a batch, ready for the model: numpy arrays, which ``upload`` turns into tensors.
+    """Some groups of a batch, ready for the model: numpy arrays, which ``upload`` turns into tensors.
 
-    recorded: the recorded values of its groups. passes: its packed micro-batches.
+    recorded: what the loss needs besides log π_θ, such as rewards. passes: the groups' packed micro-batches.
     """
 
     recorded: RecordedGroups
@@ -535,7 +541,7 @@ class _Work:
 
     @staticmethod
     def of(part: Part, batch: TrajectoryBatch, layout: Layout) -> _Work:
-        """Prepare a part. ``place_A`` of a pass indexes the completion tokens of the part's groups."""
+        """Prepare a part of a batch. ``place_A`` of a pass indexes the tokens of the part's completions."""
         groups = batches.take_groups(batch, part.groups)
         row_N = np.zeros(len(batch), np.int64)
         row_N[batches.rows_of(part.groups, batch.group_size)] = np.arange(len(groups))
@@ -544,7 +550,7 @@ class _Work:
 
 
 def _packed(batch: TrajectoryBatch, rows: np.ndarray, layout: Layout) -> Packed:
-    """Pack some rows of a batch for one pass. ``place_A`` indexes the batch's completion tokens."""
+    """Pack some rows of a batch for one pass. ``place_A`` indexes the tokens of the batch's completions."""
     some = batch.take(rows)
     packed = pack(
         some.sequences,
@@ -574,7 +580,10 @@ def _means(outputs: Sequence[ObjectiveOutput], of_groups: int) -> dict[str, Tens
 
 @contextmanager
 def _unwritable(folder: Path) -> Iterator[None]:
-    """Turn an error in writing a checkpoint into StateError or DiskFullError. A lost rank's error passes."""
+    """Turn an error in writing a checkpoint into StateError or DiskFullError.
+
+    The error that reports a lost rank stays as it is.
+    """
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch's writer raises either
@@ -591,13 +600,16 @@ def _unwritable(folder: Path) -> Iterator[None]:
 def _layout(
     parameters: Mapping[str, torch.nn.Parameter], config: Config, lora: LoraWeights | None = None
 ) -> WeightLayout:
-    """Return the layout of named parameters, unsharded, in model.dtype. lora: given for an adapter."""
+    """Return the layout of named parameters, unsharded, in model.dtype.
+
+    lora: description of the adapter if these are an adapter's parameters, otherwise None.
+    """
     shapes = [(name, tuple(_unsharded(parameter).shape)) for name, parameter in parameters.items()]
     return WeightLayout.of(shapes, SAFETENSORS_NAME[config.model.dtype], lora)
 
 
 def _leave_out_the_base(model: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Remove frozen weights from a state dict, as a hook of torch. DeepSpeed itself would keep tied ones."""
+    """Remove frozen weights from a state dict; a hook of torch. DeepSpeed itself would keep tied weights."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             state.pop(prefix + name, None)

@@ -64,7 +64,7 @@ RESCALED_LOGITS = (
 
 ATTEND_ALONE = ("doge", "nemotron")
 """Types of models that claim to support registered attention functions, but mask keys in their own way or do
-not pass ``packed`` on. Sequences of such a model cannot lie in one row."""
+not pass ``packed`` on. Several sequences cannot be put into one row for such a model."""
 
 
 class HfTokenizer:
@@ -309,7 +309,7 @@ class PolicyLogprobs(nn.Module):
 
     chunk_bytes: limit on the float32 logits in memory, bytes; None: CHUNK_BYTES of the device. fp32_head: do
     not round logits to the model's dtype. Raises ConfigError for a model that changes logits around the
-    output layer (soft caps, scales), or has other layers before it.
+    output layer (soft caps, scales), or has further layers between its base model and the output layer.
     """
 
     def __init__(
@@ -354,8 +354,8 @@ class PolicyLogprobs(nn.Module):
     def forward(self, packed: Packed) -> Tensor:
         """Return log π of ``packed.sampled_A`` given all earlier tokens of the sequence, float32, same shape.
 
-        packed: result of ``core.packing.pack``, as tensors on the model's device, in this ``layout`` or as a
-        rectangle.
+        packed: result of ``core.packing.pack``, as tensors on the model's device, in this module's ``layout``
+        or in the layout "rectangle".
         """
         row = {}
         if packed.attention is not None:

@@ -23,7 +23,7 @@ from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, use_tensor_cor
 from tba_hpc.learner.upload import upload
 
 Key = tuple[int, bytes, bytes, bytes]
-"""Identity of a completion in a pass: group's index, bytes of tokens, ``action_T`` and ``begin_T``."""
+"""Identity of a completion in a pass: its group's index; bytes of its tokens, ``action_T``, ``begin_T``."""
 
 
 class HfReference:
@@ -133,7 +133,10 @@ class HfReference:
         return [[next(rows) for _ in group.completions] for group in groups]
 
     def _logprobs_of(self, groups: Sequence[Group], distinct: Mapping[Key, Completion]) -> list[np.ndarray]:
-        """Return log π_ref of distinct completions, float32 [T] each, by one pass of the model."""
+        """Return log π_ref of distinct completions, float32 [T] each, by one pass of the model.
+
+        groups: the groups to which the indices in the keys of ``distinct`` refer.
+        """
         group_N = np.array([number for number, *_ in distinct])
         prompts = [groups[number].request.prompt.tokens for number in group_N]
         pairs = zip(prompts, distinct.values(), strict=True)

@@ -28,7 +28,7 @@ ATTENTION = "by-sequence"
 """Name under which ``attend_by_sequence`` is registered with transformers."""
 
 NO_MASK = torch.ones(1, 1, 1, 0, dtype=torch.bool)
-"""Attention mask for calls with ``packed``. Its four axes keep transformers from making another mask. It is
+"""Attention mask for ``attend_by_sequence``. Four axes keep transformers from making another mask. It is
 empty, so any other attention function that uses it fails."""
 
 CAUSAL = (-1, 0)

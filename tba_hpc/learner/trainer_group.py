@@ -150,7 +150,7 @@ class TrainerGroup:
         return buffer.numpy().tobytes()
 
     def await_leader(self) -> None:
-        """Wait, perhaps for hours, until the leader calls this, too. Raises ExchangeError if it is gone."""
+        """Wait, perhaps for hours, until the leader calls this. Raises ExchangeError if it has died."""
         if not self._alone:
             with _lost(f"trainer rank {self.rank} waited for the leader, trainer rank 0, but it"):
                 self._broadcast(b"\0")
