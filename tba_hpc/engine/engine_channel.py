@@ -55,7 +55,8 @@ class Submit(Message):
 class Load(Message):
     """Command to load the weights of ``version`` from the file at ``path``.
 
-    layout: their WeightLayout, as JSON. generation: as in WeightFile.
+    layout: their WeightLayout, as JSON. generation: counter that changes whenever the file gets new memory
+    pages, so that an earlier mapping of it is outdated.
     """
 
     version: int
@@ -115,7 +116,8 @@ class Finished(Message):
 
     tokens: int32 [T]. logprobs: float32 [T]; a fault of the engine can make them NaN. lengths: int32 [K],
     tokens of each completion. stopped: uint8 [K], 1 if EOS or a stop string ended the completion. versions:
-    int32 [K, 2], as in Group. top_logprobs: TOP_LOGPROBS [T, C]; empty unless requested.
+    int32 [K, 2], as in Group. top_logprobs: [T, C], the C likeliest tokens at each position, with their
+    log-probabilities (dtype TOP_LOGPROBS); empty unless requested.
     """
 
     request: int

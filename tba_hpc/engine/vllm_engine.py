@@ -403,7 +403,7 @@ class WeightLoader:
     """Memory maps of the files with published weights, kept for the next load."""
 
     def rendezvous(self) -> str:
-        """Return the path of the file by which torch's workers met, for deletion.
+        """Return the path of the file through which the engine's workers found each other, for deletion.
 
         If they met by other means, the result is the address that they used, such as tcp://…, and no file has
         that name.
@@ -465,8 +465,8 @@ class WeightLoader:
 def _missed(model: torch.nn.Module) -> Iterator[list[str]]:
     """Yield a list that a reload in the block fills with names of weights that it did not fully replace.
 
-    vLLM loads a layer only when all of its numbers have arrived. A layer that gets too few would silently
-    keep its old weights, or whatever was in memory.
+    vLLM loads a layer only when all elements of its weights have arrived. A layer that gets too few would
+    silently keep its old weights, or whatever was in memory.
     """
     missed: list[str] = []
     load: Any = model.load_weights
@@ -488,7 +488,10 @@ def _missed(model: torch.nn.Module) -> Iterator[list[str]]:
 
 
 def _is_filled_in_part(layer: torch.nn.Module) -> bool:
-    """Return whether a layer, during a reload, got some of its numbers, but not all. Ignores padding."""
+    """Return whether a layer, during a reload, got some elements of its weights, but not all.
+
+    Padding does not count.
+    """
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS

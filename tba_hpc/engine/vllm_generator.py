@@ -82,8 +82,8 @@ NO_GRAPHS = "generator.engine={compilation_config: {cudagraph_mode: NONE}}"
 """Setting, for a message, that turns CUDA graphs off."""
 
 LONGEST_COUNTED = 1.0
-"""Limit on what the time between two calls of ``receive`` adds to the engine's silence, s. If it was longer,
-the searcher itself was suspended, and its engine is not to blame."""
+"""Most seconds of silence that are counted against the engine between two calls of ``receive``. If more time
+passed, the searcher itself was suspended, and its engine is not to blame."""
 
 EXIT_SECONDS, WORKERS_SECONDS, KILL_SECONDS = 1.0, 15.0, 30.0
 """Time limits, s, for the end of an engine that has closed its socket, for the end of a dead engine's
