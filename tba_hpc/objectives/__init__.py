@@ -31,13 +31,13 @@ OBJECTIVES: dict[str, Callable[..., ObjectiveOutput]] = {
     "gspo": gspo,
     "topr": topr,
 }
-"""Objectives by ``train.objective.name``. The section's other keys are a function's keyword arguments."""
+"""Objectives by ``train.objective.name``. The other keys of train.objective are their keyword arguments."""
 
 
 def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
     """Build the loss that ``train`` describes: objective, normaliser, ratio bound and score centering.
 
-    The loss's metrics include the result of the function ``moments``. The function ``figures`` turns the
+    The metrics that it returns include those of ``diagnostics.moments``. ``diagnostics.figures`` turns the
     metrics of a whole batch into those to log.
 
     max_tokens: token limit of a completion. Raises ConfigError if a user's own objective cannot be imported

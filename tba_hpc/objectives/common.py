@@ -190,8 +190,8 @@ class ObjectiveOutput:
 
 
 Objective = Callable[[Groups, float], ObjectiveOutput]
-"""Function from groups and the KL coefficient β to the losses of their completions. β is above 0, or 0 if the
-objective's section is ``kl_optional``."""
+"""Function from groups and the KL coefficient β to the losses of their completions. β is above 0; it may be 0
+if the objective's class in ``config.variants`` says so (``kl_optional``)."""
 
 
 def normaliser(groups: Groups, name: LossNormaliser, max_tokens: int) -> Tensor | float:

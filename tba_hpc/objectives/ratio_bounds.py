@@ -32,13 +32,14 @@ OF_TOKENS = (Unbounded, RatioCap, IcePop, Dppo)
 def bounded(objective: Objective, bound: RatioBound, *, center_scores: bool = False) -> Objective:
     """Return ``objective`` with its gradient weighted by ``bound`` and its value unchanged.
 
-    center_scores: whether to subtract from each token's weighted score w·∇log π its mean under the sampling
-    policy (see ``score_centering``). The mean is over candidates: all tokens that could have been sampled at
-    the position. With a bound of OF_TOKENS, each candidate's weight follows from its own ratio. The expected
-    gradient is then 0 if the slope ∂loss/∂log π is the same for all candidates.
+    center_scores: whether to subtract from each token's weighted score w·∇log π (w is the bound's weight) its
+    mean under the sampling policy; see ``score_centering``. The mean is over candidates: all tokens that
+    could have been sampled at the position. With a bound of OF_TOKENS, each candidate's weight follows from
+    its own ratio. The expected gradient is then 0 if the slope ∂loss/∂log π is the same for all candidates.
 
     Other bounds depend on the whole completion, which is known for the sampled token only. RatioTaper gives
-    all candidates the sampled token's weight. BinaryKl weights each by its own ratio, or masks all of them.
+    all candidates the sampled token's weight. With BinaryKl a candidate's weight is its own ratio, or 0 for
+    all candidates if the completion is masked.
 
     Metrics: those of the objective, and clip_share, the share of tokens or completions on which the bound
     acts.
