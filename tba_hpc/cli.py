@@ -54,7 +54,10 @@ class _Commands(TyperGroup):
 
 
 def _call(name: str | None, said: str) -> str:
-    """Return how to call the command ``name``; None: there is none. said: what Typer says is wrong."""
+    """Return how to call the command ``name``. said: what Typer says is wrong.
+
+    name: None if no command was typed, or one that does not exist.
+    """
     if name is None:
         return "tba status RUN shows a run, such as runs/quickstart-seed0; all commands: tba --help"
     if name == "submit" and "extra argument" in said:

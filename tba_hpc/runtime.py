@@ -190,7 +190,10 @@ def leading(
 
 
 def _publish_first(exchange: TrainerExchange, config: Config, learner: Learner) -> None:
-    """Publish the initial weights for the first evaluation, granting no requests if staleness is bounded."""
+    """Publish the initial weights for the first evaluation.
+
+    If staleness is bounded, searchers may not begin requests of training yet.
+    """
     publication = Publication(
         version=0,
         published=time.time(),
@@ -315,7 +318,8 @@ class SearchParts:
     """Parts of a searcher that do not depend on its exchange.
 
     reference: model that gives log π_ref; None if searchers hold none. underway: file that says which call of
-    the task's code is in progress. decode: function that turns tokens into text, for kept answers.
+    the task's code is in progress. decode: function that turns tokens into text, for the answers that
+    evaluations keep.
     """
 
     run: RunDir
