@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Run ``tba``. Batch scripts often call ``supervise``, so that command imports no other."""
+    """Run ``tba``. Batch scripts often call ``tba supervise``, which therefore imports no other command."""
     verb = sys.argv[1:2]
     if verb == ["supervise"]:
         from tba_hpc.launch.supervise import main as supervise

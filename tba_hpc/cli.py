@@ -54,10 +54,7 @@ class _Commands(TyperGroup):
 
 
 def _call(name: str | None, said: str) -> str:
-    """Return how to call the command ``name``. said: what Typer says is wrong.
-
-    name: None if no command was typed, or one that does not exist.
-    """
+    """Return how to call a command. name: None if it does not exist. said: what Typer says is wrong."""
     if name is None:
         return "tba status RUN shows a run, such as runs/quickstart-seed0; all commands: tba --help"
     if name == "submit" and "extra argument" in said:

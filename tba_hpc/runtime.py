@@ -318,8 +318,7 @@ class SearchParts:
     """Parts of a searcher that do not depend on its exchange.
 
     reference: model that gives log π_ref; None if searchers hold none. underway: file that says which call of
-    the task's code is in progress. decode: function that turns tokens into text, for the answers that
-    evaluations keep.
+    the task's code is in progress. decode: makes text of tokens, for the answers that evaluations keep.
     """
 
     run: RunDir

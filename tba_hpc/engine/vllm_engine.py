@@ -100,7 +100,7 @@ def serve(channel: Channel[Command], settings: str) -> None:
 
 
 def start(channel: Channel[Command], settings: EngineSettings) -> LLM:
-    """Build the engine, and tell the searcher. Raises ImportError and RefusedError as ``serve`` does."""
+    """Build the engine, and tell the searcher when it is ready. Raises the errors of ``serve``."""
     prepare_environment()
     try:
         require_kernels()

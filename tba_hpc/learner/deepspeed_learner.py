@@ -177,9 +177,9 @@ class DeepSpeedLearner:
             self._logprobs.register_state_dict_post_hook(_leave_out_the_base)
 
     def _make_reference(self, references: Callable[[int], Path] | None) -> HfReference | None:
-        """Load the reference model.
+        """Load the reference model; None if there is none to load. references: as in the class.
 
-        None if the trainer does not compute the reference, or if it is the policy without its adapter.
+        That is so if the trainer does not compute log π_ref, or the reference is the policy without adapter.
         """
         train = self._config.train
         if not train.trainer_has_reference or (self._lora and train.reference.name == "frozen"):
@@ -580,10 +580,7 @@ def _means(outputs: Sequence[ObjectiveOutput], of_groups: int) -> dict[str, Tens
 
 @contextmanager
 def _unwritable(folder: Path) -> Iterator[None]:
-    """Turn an error in writing a checkpoint into StateError or DiskFullError.
-
-    The error that reports a lost rank stays as it is.
-    """
+    """Turn any error in writing a checkpoint, but that of a lost rank, into StateError or DiskFullError."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch's writer raises either

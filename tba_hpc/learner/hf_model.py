@@ -516,7 +516,10 @@ def _chunks(total: int, size: int) -> Iterator[slice]:
 
 
 def _has_varlen_kernel(model: PreTrainedModel, weight: Tensor) -> bool:
-    """Return whether torch's variable-length attention (FlashAttention, GPUs since Ampere) fits a model."""
+    """Return whether torch's variable-length attention (FlashAttention, GPUs since Ampere) fits a model.
+
+    weight: a tensor with the device and dtype of the model.
+    """
     config = model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     halves = weight.dtype in (torch.bfloat16, torch.float16)

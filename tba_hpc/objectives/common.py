@@ -104,7 +104,7 @@ class Groups:
 
         policy_T: float32 [T], log π_θ of all completion tokens, with gradient, and 0 at tokens that an
         environment wrote. If likeliest tokens were recorded, it is [T, 1 + C], and its last C columns are
-        their log π_θ.
+        their log π_θ. batch_tokens: see Groups.
         """
         rest = {name: getattr(recorded, name) for name in RecordedGroups.__slots__ if name != "cell_T"}
         shape = recorded.mask_BKL.shape

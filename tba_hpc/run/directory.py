@@ -37,7 +37,7 @@ from tba_hpc.run.files import (
 from tba_hpc.run.notes import rank_name
 
 FORMAT = 4
-"""Version of the format on disk: the names of files, events, metrics and fields of records."""
+"""Version of the format on disk: the names of files, events, metrics and the fields of trajectories."""
 
 ATTEMPT = "TBA_ATTEMPT"
 """Environment variable that tells a rank the name of its attempt, such as attempt-001."""
@@ -299,7 +299,10 @@ class RunDir:
             )
 
     def adapt(self, overrides: list[str]) -> None:
-        """Apply ``overrides`` to the frozen config. Raises ConfigError if a resume may not change a key."""
+        """Change the frozen config by ``overrides``, such as "train.steps=80".
+
+        Raises ConfigError if a resume may not change a key.
+        """
         self.config()
         config = load_config(self.config_file, overrides)
         self._refuse_another_config(config)
@@ -454,7 +457,7 @@ def _checksum(text: str) -> str:
 
 
 def _shards_in(folder: Path, suffix: str) -> dict[ShardKey, Path]:
-    """Return the shards in the searchers' folders below ``folder``, ascending."""
+    """Return the shards in the searchers' folders below ``folder``, ascending; see ``RunDir.shard_files``."""
     return {
         (searcher, index): folder / rank_name("searcher", searcher) / f"{index:06d}{suffix}"
         for searcher in _numbers(folder, "searcher-", "", digits=4)
@@ -465,7 +468,7 @@ def _shards_in(folder: Path, suffix: str) -> dict[ShardKey, Path]:
 def _numbers(folder: Path, prefix: str, suffix: str, *, digits: int) -> list[int]:
     """Return the numbers in file names of the form ``{prefix}{number}{suffix}``, ascending.
 
-    The list is empty if the folder does not exist.
+    A number has zeros in front up to ``digits`` digits. The list is empty if the folder does not exist.
     """
     try:
         names = listing(folder)

@@ -111,7 +111,7 @@ STEP = {
         "steps", "as staleness/mean, but for a completion's last token (in a conversation, of its last turn)"
     ),
 }
-"""The trainer's record of an optimizer step."""
+"""What the trainer logs of an optimizer step."""
 
 SEARCH = {
     "search/tokens": Metric("count", "tokens sampled, for training and for evaluations"),
@@ -163,7 +163,8 @@ SEARCH = {
         "count, so far", "trajectories set aside because their reward was missing or not finite"
     ),
 }
-"""A searcher's record. Means, and counts not marked "so far", are of the time since its previous record."""
+"""What a searcher logs at intervals. Means, and counts not marked "so far", are of the time since it last
+logged."""
 
 METRICS = {**STEP, **SEARCH}
 """All metrics of both roles."""

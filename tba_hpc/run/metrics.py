@@ -1,4 +1,4 @@
-"""Writes and reads metrics: a file per rank, with one JSON object per line.
+"""Writes and reads metrics: a file per rank, with one JSON object, called a record, per line.
 
 Each record has its ``time`` in unix seconds. ``metric_table`` gives the meaning of all other names.
 """

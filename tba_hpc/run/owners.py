@@ -322,7 +322,7 @@ def _claim(run: RunDir, name: str, me: Owner, *, wait: bool) -> Path:
 
 
 def _take(run: RunDir, name: str, number: int, me: Owner) -> Path | None:
-    """Make the claim with this number, and remove earlier ones; return None if a rival was faster."""
+    """Make the claim of ``me`` with this number, and remove earlier ones; None if a rival was faster."""
     mine, taken = run.owners / f"{name}.{number:06d}", False
     folder = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)  # before others can see the claim
     try:
@@ -336,7 +336,7 @@ def _take(run: RunDir, name: str, number: int, me: Owner) -> Path | None:
 
 
 def _publish(mine: Path, me: Owner) -> bool:
-    """Write a claim's file and remove earlier ones; return False if a rival was faster."""
+    """Write ``me`` into a claim's file, and remove earlier files; return False if a rival was faster."""
     try:
         publish(mine, me.to_json().encode(), replace=False)
     except FileExistsError:
