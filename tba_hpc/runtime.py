@@ -1,7 +1,7 @@
 """Builds what a rank needs from the frozen config, and runs its loop.
 
-This is the only module that imports both loops and the backends. A rank is started by ``tba train RUN`` or
-``tba search RUN``. vllm and deepspeed are imported only by the role that needs them.
+No other module imports both the roles' loops and the code that trains and samples. A rank is started by
+``tba train RUN`` or ``tba search RUN``. vllm and deepspeed are imported only by the role that needs them.
 """
 
 from __future__ import annotations

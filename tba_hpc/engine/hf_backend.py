@@ -75,7 +75,7 @@ def make_backend(run: RunDir, config: Config) -> Backend:
 
 
 def own_backend(config: Config) -> Backend | None:
-    """Return the user's own backend if ``model.path`` names one. Raises ConfigError if it is not found."""
+    """Return the user's own Backend if ``model.path`` names one. Raises ConfigError if it is not found."""
     path = config.model.path
     if not is_own(path):
         return None

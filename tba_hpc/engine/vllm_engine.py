@@ -123,7 +123,7 @@ def start(channel: Channel[Command], settings: EngineSettings) -> LLM:
 def prepare_environment() -> None:
     """Set environment variables that vLLM reads when it is imported.
 
-    Values that the user has set stay, except for those of ON_ONE_MACHINE and multiprocessing.
+    Values that the user has set stay, except those of VLLM_ENABLE_V1_MULTIPROCESSING and ON_ONE_MACHINE.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # this process is for the engine alone already
     os.environ |= ON_ONE_MACHINE
@@ -429,7 +429,7 @@ class WeightLoader:
         return ""
 
     def load_shared_weights(self, path: str, layout: str, generation: int) -> list[str]:
-        """Replace all weights in place by those in the file at ``path``; see Load for the arguments.
+        """Replace all weights in place by those in a file; ``engine_channel.Load`` explains the arguments.
 
         An adapter is merged into the model's own weights: W + s·B·A. Returns the names of parameters that
         were not replaced, or only in part, which vLLM itself would only log.

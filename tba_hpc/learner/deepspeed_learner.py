@@ -395,8 +395,9 @@ class DeepSpeedLearner:
     def _write(self, out: np.ndarray) -> None:
         """Begin to write weights into ``out``, uint8 [layout.nbytes].
 
-        In one MPI world each rank writes its part, otherwise the leader writes all. On a GPU the copies run
-        during the next step, which waits for them before it changes the weights.
+        If trainers and searchers form one MPI world, each trainer rank writes its part, otherwise the leader
+        writes all. On a GPU the copies run during the next step, which waits for them before it changes the
+        weights.
         """
         parts = self.layout.parts(self._group.ranks if self._config.one_world else 1)
         mine = parts[self._group.rank] if self._group.rank < len(parts) else ()

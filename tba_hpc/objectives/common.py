@@ -24,7 +24,7 @@ is about 2e35, which float32 can hold.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedGroups:
-    """Values recorded in a batch, arranged in rectangles: numpy arrays, or tensors made from them.
+    """Values recorded in a batch, padded to [B, K, L] or [B, K]: numpy arrays, or tensors made from them.
 
     cell_T: int64, index of each completion token in the flattened rectangle [B, K, L]. The other fields are
     those of ``Groups``. top_behaviour_BKLC is None if no likeliest tokens were recorded.

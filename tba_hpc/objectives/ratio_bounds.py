@@ -105,7 +105,7 @@ def weights(bound: RatioBound, groups: Groups, slope_BKL: Tensor) -> tuple[Tenso
 def _masked(bound: IcePop | Dppo | BinaryKl, groups: Groups, slope_BKL: Tensor) -> Tensor:
     """Return which tokens, bool [B, K, L], or completions, [B, K, 1], have moved too far from π_behaviour.
 
-    IcePop (arXiv 2510.18855): tokens whose ratio is outside the band.
+    IcePop (arXiv 2510.18855): tokens whose ratio is outside ``bound.band``.
     DPPO (arXiv 2602.04879, eq. 12 and 13): tokens that a step would move further, and whose
     |π_θ − π_behaviour| is already above the limit. The paper's limit is 0.15.
     FlashREINFORCE (github.com/yifanzhang-pro/FlashREINFORCE): completions whose mean ``_binary_kl`` is above

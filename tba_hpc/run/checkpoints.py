@@ -166,7 +166,7 @@ class Checkpoints:
         self._pruner.close(seconds)
 
     def export_reference(self, step: int, learner: Learner) -> None:
-        """Write the policy of ``step`` as the next reference, with a COMPLETE that a resume verifies."""
+        """Write the policy of ``step`` as the next reference, with checksums that a resume verifies."""
         folder = self.run.reference(step)
         learner.export(folder)
         write_atomic(folder / COMPLETE, with_checksum(inventory(folder)))

@@ -1,4 +1,4 @@
-"""Inputs that must stay the same over all starts of a run: its prompts, model files, and first day."""
+"""Inputs that must stay the same over all starts of a run: prompts, model files, and the date in prompts."""
 
 from __future__ import annotations
 

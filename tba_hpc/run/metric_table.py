@@ -190,7 +190,7 @@ TRAINER_EVENTS = {
     "stopped": "training stopped early, after a checkpoint",
     "finished": "the last step is done",
 }
-"""Events of the trainer: records with ``event``, ``step`` and the buffer's ``revision`` (see FIELDS)."""
+"""Events of the trainer: lines of its metrics with ``event``, ``step`` and ``revision`` (see FIELDS)."""
 
 SEARCHER_EVENTS = {
     "started": "the searcher begins: ``searchers``, and ``place`` if it differs from its number",
@@ -200,7 +200,7 @@ SEARCHER_EVENTS = {
     "moved": "the trainer has started again with another number of places: ``place``, ``searchers``",
     "left": "an elastic searcher has left: ``place``, ``why`` (stopped, finished, no slot)",
 }
-"""Events of a searcher: records with ``event``."""
+"""Events of a searcher: lines of its metrics with ``event``."""
 
 FIELDS = {
     "revision": "how often merges or evictions have changed the buffer",

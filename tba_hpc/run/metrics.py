@@ -25,17 +25,17 @@ Value = float | int | str | Sequence[float] | None
 Record = dict[str, float | int | str | list[float]]
 
 MOST_UNWRITTEN = 64 << 20
-"""Number of bytes of records that may wait in memory while the disk is full; with more the rank fails."""
+"""Number of bytes of metrics that may wait in memory while the disk is full; with more the rank fails."""
 
 CHUNK = 4 << 20
 """Number of bytes of a metrics file that are read and parsed at once."""
 
 RECORDS_PER_SECOND = 8
-"""Maximum number of records that all searchers together write in a second."""
+"""Maximum number of records (lines of metrics) that all searchers together write in a second."""
 
 
 def record_seconds(searchers: int) -> float:
-    """Return the seconds between two records of a searcher, in a run with ``searchers`` searchers."""
+    """Return the seconds between two lines of a searcher's metrics, in a run with ``searchers`` searchers."""
     return max(1.0, searchers / RECORDS_PER_SECOND)
 
 
@@ -45,7 +45,7 @@ records, and the length of the file in bytes, which is None if some records are 
 
 
 class MetricsWriter:
-    """Writer that appends records to ``path``, where readers see them at once.
+    """Writer that appends records (lines of metrics) to ``path``, where readers see them at once.
 
     On a full disk records wait in memory until there is space. ``log`` and ``sync`` may be called in
     different threads. digest: called with new records; it must know those that the file already holds.
@@ -65,7 +65,7 @@ class MetricsWriter:
         self._last = time.monotonic()
 
     def log(self, *records: Mapping[str, Value]) -> None:
-        """Append records, with the present ``time``. Values of None are left out.
+        """Append records, a line each, with the present ``time``. Values of None are left out.
 
         Values may be numpy scalars or arrays. Raises DiskFullError if more than MOST_UNWRITTEN bytes wait for
         space.

@@ -52,14 +52,14 @@ EARLIER_OWNER_SECONDS = 10.0
 """Seconds that a rank waits for an earlier owner of its name on the same machine to end."""
 
 CLAIM_CHECK_SECONDS = 0.2
-"""Seconds between two looks at a claim that is waited for."""
+"""Seconds between two looks at a claim whose owner is expected to leave."""
 
 _ours: dict[Path, int] = {}
 """Claims of this process, each with the file descriptor that keeps the run's folder open."""
 
 
 class OwnedError(ValueError):
-    """Error if another process owns a run or a name; the message is one sentence."""
+    """Error if another process owns a run or a rank's name; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ UNKNOWN = Owner(host="unknown", machine="unknown", pid=-1)
 class Claim:
     """Valid claim to a name: the one with the highest ``number``, in ``file``.
 
-    If nobody has claimed the name yet, they are 0 and None.
+    If nobody has claimed the name yet, ``number`` is 0 and ``file`` is None.
     """
 
     name: str

@@ -79,7 +79,7 @@ class Underway:
                 os.pwrite(self._file, text.encode()[: HEAD - 1].ljust(HEAD - 1) + b"\n", 0)
 
     def _write(self, ends: dict[str, list[str]]) -> None:
-        """Write earlier ends to the file, and no present call."""
+        """Write to the file in which calls the process has ended, and that no call is in progress."""
         lines = "".join(f"{attempt} {call}\n" for call, attempts in ends.items() for attempt in attempts)
         self._note("")
         with suppress(OSError):
