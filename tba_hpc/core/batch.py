@@ -60,11 +60,12 @@ def plan(
     ZeRO moves weights and gradients between ranks in every micro-batch, so the ranks must compute in step.
     All ranks therefore get equally many parts, with equally many micro-batches in each.
 
-    budget: token limit of a micro-batch, padding included; None: ``enough``, or the tokens of the largest
-    group if these are more. share_prompts: whether a group's prompt is laid out once for all of its
-    completions, without padding. Attention then still reads the prompt once per completion. Several groups
-    are therefore put together only if attention reads at most READ_FACTOR times the budget. Without
-    share_prompts, a trajectory of several sequences may exceed the budget by its padding.
+    rank, ranks: index of the rank among the trainer ranks, and their number. budget: token limit of a
+    micro-batch, padding included. None: the limit is ``enough`` tokens, or the size of the largest group if
+    that is more. share_prompts: whether a group's prompt is laid out once for all of its completions, without
+    padding. Attention then still reads the prompt once per completion. Several groups are therefore put
+    together only if attention reads at most READ_FACTOR times the budget. Without share_prompts, a trajectory
+    of several sequences becomes a padded rectangle, which may exceed the budget.
 
     Groups larger than the budget form the first part, in several micro-batches; a rank with fewer such groups
     adds its largest others. Each further part is one micro-batch of whole groups. The largest group comes
@@ -102,7 +103,10 @@ def plan(
 
 
 def _rows_longest_first(rows_BK: np.ndarray, length_N: np.ndarray) -> Sequence[np.ndarray]:
-    """Return each row alone, group by group, those of a group by falling length."""
+    """Return each row as an array of one index: group by group, and within a group the longest first.
+
+    rows_BK: indices of each group's rows. length_N: length of every row of the batch.
+    """
     order_BK = np.argsort(-length_N[rows_BK], axis=1, kind="stable")
     rows = np.take_along_axis(rows_BK, order_BK, 1).ravel()
     return np.split(rows, rows.size)
@@ -123,7 +127,8 @@ def _packed(
 ) -> list[list[np.ndarray]]:
     """Divide each rank's groups into the fewest sets that fit, equally many on all ranks.
 
-    deal: function that divides groups into a given number of sets. fit: whether a set is small enough.
+    shares: indices of each rank's groups. deal: function that divides groups into a given number of sets.
+    fit: function that returns whether a set is small enough.
     """
     for number in range(1, len(shares[0]) + 1):
         sets = [deal(share, number) for share in shares]
@@ -161,7 +166,7 @@ def _require_room(batch: TrajectoryBatch, budget: int) -> None:
 
 
 def _filled(pieces: Sequence[np.ndarray], fits: Callable[[np.ndarray], bool]) -> list[list[np.ndarray]]:
-    """Fill micro-batches greedily: add each piece to the last one, or to a new one if it does not fit.
+    """Add each piece to the last micro-batch, or to a new one if it does not fit; return each one's pieces.
 
     A piece is an array of indices of rows of the batch.
     """
@@ -175,7 +180,10 @@ def _filled(pieces: Sequence[np.ndarray], fits: Callable[[np.ndarray], bool]) ->
 
 
 def _alike(filled_of_ranks: Sequence[list[list[np.ndarray]]]) -> Sequence[list[list[np.ndarray]]]:
-    """Give every rank as many micro-batches as the rank with most, by halving those with most pieces."""
+    """Halve micro-batches until every rank has as many as the rank with most; return them by rank.
+
+    The micro-batch with most pieces is halved first; see ``_filled``.
+    """
     number = max(len(filled) for filled in filled_of_ranks)
     for filled in filled_of_ranks:
         while len(filled) < number:
@@ -218,8 +226,8 @@ def rows_of(groups: np.ndarray, size: int) -> np.ndarray:
 def staleness(batch: TrajectoryBatch, version: int) -> np.ndarray:
     """Return the staleness of each trajectory, int32 [N]: steps from its oldest weights to ``version``.
 
-    It is never negative: if a resume has undone steps, weights may be ahead of ``version``, and the number of
-    steps ahead counts.
+    Weights are ahead of ``version`` if a resume has undone steps. Then the result is how many steps ahead
+    they are, so it is never negative.
     """
     return np.abs(version - batch.version_N)
 

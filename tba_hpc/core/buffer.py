@@ -111,14 +111,14 @@ class ReplayBuffer:
 
     @property
     def unlearned(self) -> int:
-        """Number of requests whose live trajectories were in no batch so far. Reads all records."""
+        """Number of requests whose live trajectories were in no batch so far. Looks at all of them."""
         record = self._store.record()
         used = record["request_id"][record["uses"] > 0]
         return self.requests - len(np.unique(used))
 
     @property
     def kinds(self) -> np.ndarray:
-        """Distinct pairs of sampling weights and reference of live trajectories, ``live_store.KIND`` [M]."""
+        """Distinct pairs of live trajectories' oldest version and reference, ``live_store.KIND`` [M]."""
         return self._store.kinds
 
     @property
@@ -235,7 +235,7 @@ class ReplayBuffer:
         self._evict_oldest(list(islice(self._store.groups, excess)), excess)
 
     def _evict_oldest(self, numbers: Iterable[int], excess: int) -> None:
-        """Evict the first ``excess`` trajectories of the given groups."""
+        """Evict the first ``excess`` trajectories of the groups with the given ``numbers``, in that order."""
         for number in numbers:
             size = len(self._store.groups[number][0])
             excess -= self._evict([(number, np.arange(size) < excess)])

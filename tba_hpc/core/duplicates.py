@@ -35,7 +35,10 @@ class Duplicates:
         ]
 
     def possible(self, live: Mapping[int, int], keys: Sequence[int]) -> bool:
-        """Return whether new completions, by their keys, may be duplicates of each other or of live ones."""
+        """Return whether new completions may be duplicates of each other or of live ones.
+
+        live: its keys are those of the prompt's live completions. keys: those of the new completions.
+        """
         near = isinstance(self._config.duplicates, EditDuplicates | EmbeddingDuplicates)
         return near or len({*keys}) < len(keys) or not live.keys().isdisjoint(keys)
 

@@ -19,7 +19,11 @@ import numpy as np
 from tba_hpc.core.types import LIVE_RECORD, Columns, Ragged, Trajectories, joined, offsets_of
 
 KIND = np.dtype([("version_oldest", "<i4"), ("reference", "<i4")])
-"""Fields of RECORD that decide whether a trajectory is stale."""
+"""Fields of RECORD that decide whether a trajectory is stale.
+
+version_oldest: version of the oldest weights that sampled it. reference: optimizer step that made its
+reference.
+"""
 
 Row = tuple[int, int]
 """Place of a live trajectory: the number of its group, and its row in the group."""
@@ -46,7 +50,7 @@ class LiveStore:
 
     @property
     def kinds(self) -> np.ndarray:
-        """Distinct pairs of sampling weights and reference among the live trajectories, KIND [M]."""
+        """Distinct pairs of live trajectories' oldest version and reference, KIND [M]."""
         return np.array(list(self._kinds), KIND)
 
     def group(self, number: int) -> Trajectories:

@@ -154,6 +154,10 @@ def _places_in_row(
 
     Tokens that are a sequence's own follow one another. Those of a shared prompt have the indices that they
     have in the first sequence with the prompt.
+
+    own_S: bool, whether a token is its sequence's own. row_S, position_S: int64, each token's sequence, and
+    its position there. first_N: bool, whether a sequence is the first with its prompt. offsets: of the
+    sequences.
     """
     place_S = own_S.cumsum() - 1
     lender_N = np.flatnonzero(first_N)[first_N.cumsum() - 1]  # the first sequence with the same prompt
@@ -200,7 +204,7 @@ def _padded(place: Ragged, own: Ragged) -> Padded:
 
 
 def _of_similar_length(length_N: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield sets of indices, longest sequences first, in which padding less than doubles any length."""
+    """Yield sets of indices, longest sequences first; a set's longest is less than twice its shortest."""
     order_N = np.argsort(-length_N, kind="stable")
     falling_N = length_N[order_N]
     start = 0

@@ -113,8 +113,8 @@ class Task(ABC):
     The first three methods are required. A user's class need not derive from this one, because
     ``task_contract.with_defaults`` adds the other methods.
 
-    score_name: name of the share of prompts answered correctly; MEAN_REWARD if ``correct`` means nothing, so
-    that this share is not shown. evaluation_temperature: sampling temperature of evaluations; 0 is greedy.
+    score_name: name of the share of prompts answered correctly. If it is MEAN_REWARD, this share means
+    nothing, and is not shown. evaluation_temperature: sampling temperature of evaluations; 0 is greedy.
     longest_call: time limit of a call of ``rewards`` or ``correct``, s; None: half of launch.timeout_seconds.
     A task whose calls load models, or have time limits of their own, sets it to infinity.
     """
@@ -181,8 +181,8 @@ class Task(ABC):
     def question(self, text: str) -> Prompt:
         """Return the prompt of a conversation about a question that a user asks by ``tba ask``.
 
-        text: the question, or a JSON object with the fields of a row.
-        Only called if ``converse`` returns another generator than it was given.
+        text: the question, or a JSON object with the fields of a row of the task's data. Only called if
+        ``converse`` returns another generator than it was given.
         """
         raise NotImplementedError
 
@@ -309,7 +309,8 @@ class Learner(Protocol):
         """Take one optimizer step on the mean loss over all rows of ``batch``; return its metrics.
 
         The metrics are: loss and the objective's own metrics, as means over the batch; ``objectives.figures``
-        of the batch; grad_norm, before clipping; tokens, those sampled; learning_rate; skipped_steps, so far.
+        of the batch; grad_norm, before clipping; tokens, the number of sampled tokens; learning_rate;
+        skipped_steps, the number so far.
         If the loss or the gradient's norm is not finite, the step is skipped: weights and optimizer
         state stay as they are, and the grad_norm returned is not finite. Raises ConfigError if too many steps
         in a row are skipped.
@@ -391,8 +392,8 @@ class Backend(Protocol):
     ) -> SharedLearner:
         """Make a trainer rank's learner.
 
-        rank, ranks: its index among the trainer ranks, and their number. store: folder of this attempt by
-        whose files the trainer ranks find each other. folder_of: as for ``reference``.
+        rank, ranks: its index among the trainer ranks, and their number. store: folder of this attempt; the
+        trainer ranks find each other by its files. folder_of: as for ``reference``.
         """
 
 
@@ -433,7 +434,8 @@ class TrainerExchange(Protocol):
     def close(self) -> None:
         """Finish the present round, and tell every searcher that this attempt is over.
 
-        Shards that were not collected stay on disk, and a resume merges them.
+        An attempt is one start of the run's ranks. Shards that were not collected stay on disk, and the next
+        attempt merges them.
         """
 
 

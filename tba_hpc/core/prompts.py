@@ -84,7 +84,7 @@ class CompletedRequests:
 
 
 def _bit(request_ids: np.ndarray) -> np.ndarray:
-    """Return the bit of each request in its byte, uint8, in the order of ``np.packbits``."""
+    """Return a byte, uint8, for each request: the mask of its bit, in the order of ``np.packbits``."""
     return np.right_shift(np.uint8(128), (request_ids % 8).astype(np.uint8))
 
 
@@ -174,7 +174,10 @@ def refuse_long_prompts(task: Task, config: Config) -> None:
 
 
 def refuse_few_prompts(task: Task, config: Config) -> None:
-    """Raise ConfigError if the training prompts are too few for the initial buffer, a step or a queue."""
+    """Raise ConfigError if the training prompts are too few for the initial buffer or for a step.
+
+    If the buffer is a queue, it must also be large enough to hold every group until it is used.
+    """
     prompts, wanted, buffer = len(task.prompts("train")), config.train.prompts_per_step, config.buffer
     room = prompts * buffer.capacity_per_prompt
     if config.exchange.max_staleness is None and room < buffer.initial_completions:

@@ -177,7 +177,10 @@ class _Draw:
     def _pick(
         self, pile: list[int], rng: np.random.Generator, taken: set[int], useful: Callable[[int], bool]
     ) -> int | None:
-        """Remove a random prompt that is useful and not ``taken``, and return it; drop those not useful."""
+        """Take a random prompt that is ``useful`` and not ``taken`` out of ``pile``; None if there is none.
+
+        Prompts that are not useful are dropped if they are met.
+        """
         passed_over, found = [], None
         while pile and found is None:
             place = int(rng.integers(len(pile)))

@@ -18,8 +18,9 @@ def learning_rate(train: TrainSection, step: int) -> float:
     """Return the learning rate of ``step``.
 
     It rises linearly to the peak: from peak / warmup_steps at step 0 to the peak at step warmup_steps − 1.
-    Then it stays there (schedule constant), or decays over the remaining steps or those of
-    ``learning_rate.decay``. Decay would reach zero one step after its last, so no step has a rate of zero.
+    Then it stays there (schedule constant) or decays: over the steps that ``learning_rate.decay`` names or,
+    if that is not set, over all others. It would reach zero one step after the last of these, so no step has
+    a rate of zero.
     """
     config = train.learning_rate
     if step < config.warmup_steps:

@@ -183,9 +183,9 @@ class Failures:
         """Count a failure. Log it if it is the first for its reason, and then every TOLD_EVERY-th.
 
         what: clause that describes the failure. error: the exception, if any. The reason is the exception's
-        class and line of user code. If these are unknown, it is the exception's text, or ``what`` if there
-        is none, without its numbers. counts: whether the failure counts towards the limit. Raises
-        ConfigError at the limit.
+        class and line of user code. If the line is unknown, it is the exception's text; if there is no
+        exception, ``what``. Texts that differ only in numbers are one reason. counts: whether the failure
+        counts towards the limit. Raises ConfigError at the limit.
         """
         text = in_words(error) if error else what
         reason = (error and kind_of(error)) or NUMBER.sub("#", text)

@@ -689,7 +689,10 @@ class Publication:
     final: bool = False
 
     def for_lease(self, searcher: int, lease: int) -> Publication:
-        """Return the publication with an elastic searcher's budget_end: 0 if ``lease_ends`` lacks it."""
+        """Return this publication with the budget_end of one elastic searcher, from ``lease_ends``.
+
+        searcher, lease: its number and that of its lease. budget_end is 0 if ``lease_ends`` lacks them.
+        """
         end = None if self.budget_end is None else self.lease_ends.get(searcher, {}).get(lease, 0)
         return replace(self, budget_end=end)
 

@@ -58,7 +58,7 @@ class WeightFile:
 
     @property
     def in_shared_memory(self) -> bool:
-        """True if the file lies in SHARED_MEMORY, with or without a name."""
+        """True if the file lies in SHARED_MEMORY (/dev/shm), with or without a name."""
         return Path(self.path).readlink().is_relative_to(SHARED_MEMORY)
 
     def map(self, mode: Mode) -> np.ndarray:
