@@ -355,7 +355,11 @@ class FileTrainerExchange:
 
 
 def _of_earlier_attempt(publication: Publication) -> Publication:
-    """Return a publication without what the resume may have undone: evaluation, reference, budget and end."""
+    """Return a publication for a new attempt, without what a resume may have undone.
+
+    It asks for no evaluation, has no reference that a step made, permits no requests if these are limited,
+    and is not the last.
+    """
     end = None if publication.budget_end is None else 0
     reference = min(0, publication.reference)
     return replace(
@@ -548,7 +552,7 @@ class FileSearcherExchange:
 
     @property
     def _timeout(self) -> float:
-        """Longest time for which the manifest may stay as it is, s; before the trainer starts, another."""
+        """Longest time without a change of the manifest, s; until the trainer starts, ``start_deadline``."""
         return self._deadline * IDLE_DEADLINES if self._has_started else self._start_deadline
 
 

@@ -85,7 +85,7 @@ class ShardError(ValueError):
 
 
 class AnotherVersionError(ShardError):
-    """Error for an intact file of another version of tba-hpc, which must not be renamed as a broken one."""
+    """Error for an intact file that another version of tba-hpc wrote. It is not renamed as a broken one."""
 
 
 # --- Files ---
@@ -174,7 +174,7 @@ def parse_shard(path: Path, data: bytes) -> Shard:
 
 
 def _encode(kind: str, attributes: Mapping[str, int], arrays: Mapping[str, np.ndarray]) -> memoryview:
-    """Return the bytes of a file, header and HDF5 image. The same values give the same bytes."""
+    """Return the bytes of a file; ``kind``: shard or arrays. The same values give the same bytes."""
     image = io.BytesIO()
     with h5py.File(image, "w", libver=LIBVER, userblock_size=HEADER_BYTES) as file:
         file.attrs.update({"format": f"tba-hpc {kind}", "schema": SCHEMA, **attributes})
@@ -200,8 +200,9 @@ def _decode(path: Path, kind: str, data: bytes) -> tuple[dict[str, int], dict[st
 
 
 def _require_schema(path: Path, schema: int, sealed: int) -> None:
-    """Compare ``schema``, from the first line, which no checksum covers, with ``sealed``, from the image.
+    """Check the schema of a file, which it states twice; the checksum covers only the image.
 
+    path: name of the file in errors. schema: as in the file's first line. sealed: as in the image.
     Raises ShardError if the two differ, and AnotherVersionError if they are not SCHEMA.
     """
     if schema != sealed:
@@ -339,7 +340,8 @@ class ShardWriter:
     ) -> None:
         """Add a group with its scores; see ``ScoredGroup`` for the arguments.
 
-        If no completion of the group is left, the shard records its request as set aside.
+        A group may be empty because its completions were set aside. The shard then lists its request as set
+        aside.
         """
         assert len(rewards) == len(ref_logprobs) == len(group.completions) == len(group.versions)
         if not self._open:

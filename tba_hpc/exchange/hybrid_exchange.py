@@ -43,9 +43,9 @@ class HybridTrainerExchange:
         return started
 
     def gather(self) -> bool:
-        """Start a round without weights on both sides, to fetch shards.
+        """Start a round without weights over MPI, and one over files, to fetch shards.
 
-        Returns False if a side is still in a round, or if elastic searchers lack the newest weights.
+        Returns False if an earlier round is in progress, or if elastic searchers lack the newest weights.
         """
         self._pass_on()
         started = [side.gather() for side in (self._world, self._files)]
@@ -60,9 +60,10 @@ class HybridTrainerExchange:
         return self._world.stop_requested
 
     def close(self) -> None:
-        """End this attempt on both sides; elastic searchers see for themselves whether the run is finished.
+        """End this attempt over files and over MPI, in this order.
 
-        The end over files closes first, and finishes a copy that is under way.
+        A copy that is under way is finished first. Elastic searchers see for themselves whether the run is
+        finished.
         """
         self._closed = True
         self._files.close()

@@ -66,7 +66,7 @@ exchange thread polls it.
 
 
 class Purpose(IntEnum):
-    """Purpose of a round."""
+    """What the leader announces: a round with or without weights, the end of the run, or a delay."""
 
     PUBLISH = 1  # weights out, shards in
     GATHER = 2  # shards in
@@ -75,7 +75,7 @@ class Purpose(IntEnum):
 
 
 class Status(IntEnum):
-    """A rank's answer at the end of a round."""
+    """A rank's answer at the end of a round: that it confirms the round, or is not ready to do so."""
 
     CONFIRMED = 1
     BUSY = 2  # alive, but not ready to confirm: see ``_until_free``
@@ -292,7 +292,10 @@ class MpiTrainerExchange:
         return status, self._world.receive(status, rank, Tag.STATUS)
 
     def _refuse_silence(self, waiting_since: dict[int, float]) -> None:
-        """Raise ExchangeError if a rank has reported nothing for a whole deadline."""
+        """Raise ExchangeError if a rank has reported nothing for a whole deadline.
+
+        waiting_since: monotonic time of each rank's last report, or of the beginning of the wait, by rank.
+        """
         now, deadline = time.monotonic(), self._world.deadline
         if silent := [rank for rank, since in waiting_since.items() if now - since > deadline]:
             what = f"did not confirm round {self._rounds}"
@@ -392,7 +395,7 @@ class MpiTrainerFollower(_Peer):
     _sequence = -1
 
     def next_weights(self) -> np.ndarray:
-        """Return memory for the weights to be published next, uint8 [layout.nbytes]; call once for each."""
+        """Return memory for the next weights, uint8 [layout.nbytes]. Call this once per publication."""
         self._thread.check()
         self._sequence += 1
         return self._memory.writable(self._sequence)

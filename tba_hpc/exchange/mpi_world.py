@@ -80,8 +80,8 @@ RELEASE_SECONDS = 1.0
 """Time after which the spare file replaces a file that is needed for new weights but still read, s."""
 
 READ_DEADLINES = IDLE_DEADLINES - 2
-"""Longest time, in deadlines, that readers may delay new weights if the spare file cannot be used. Then their
-node leader raises an error that names the node, before other ranks give up on the next round."""
+"""Longest time, in deadlines, that readers may delay new weights if the spare file cannot be used. Then the
+lowest rank of their node raises an error that names the node, before others give up on the next round."""
 
 END_DEADLINES = 2
 """Longest time, in deadlines, that ranks may take to score and seal what they hold once the run is over."""
@@ -223,7 +223,7 @@ class MpiWorld:
         return rank, self.comm.Irecv(out.view(np.uint8), self._rank_in_comm(rank), tag)
 
     def send_all(self, message: np.ndarray, tag: Tag, what: str) -> None:
-        """Send ``message`` to every other rank, as the leader. Raises ExchangeError like ``wait_for``."""
+        """Send ``message`` to every other rank, as the leader. ``what`` and errors are as in ``wait_for``."""
         self.wait_for([self.send(message, rank, tag) for rank in self.peers], what)
 
     def has_message(self, tag: Tag) -> bool:
@@ -265,7 +265,7 @@ class MpiWorld:
             pause = min(1.5 * pause, longest)
 
     def _rank_in_comm(self, rank: int) -> int:
-        """Return the rank in ``comm`` of a world rank."""
+        """Return the rank that MPI gives to a world rank, in the communicator ``comm``."""
         return (rank + self.offset) % self.comm.size
 
     # --- Coming together ---
@@ -275,7 +275,8 @@ class MpiWorld:
     ) -> NodeMemory:
         """Wait, as the leader, until every rank is set up; send ``progress``; return the node's memory.
 
-        Raises ExchangeError, which names the ranks, if some are not set up in time.
+        layout: of the weights. bucket_mb: size of a broadcast between nodes, MiB. Raises ExchangeError, which
+        names the ranks, if some are not set up in time.
         """
         assert self.rank == LEADER, "all others call connect"
         hellos = [self.receive(np.empty(1, np.int64), rank, Tag.CONNECT) for rank in self.peers]
@@ -394,9 +395,9 @@ class NodeMemory:
     def make_room(self, sequence: int) -> bool:
         """Return whether the weights of this sequence number may be written: nobody reads what they replace.
 
-        The node leader must call this method until the answer is True; on other ranks it always is. If
-        weights are read for too long, the spare file takes the place of theirs. Raises ExchangeError if
-        readers have delayed new weights for READ_DEADLINES deadlines.
+        The node leader must call this method until the answer is True. On other ranks the answer is always
+        True. If weights are read for too long, the spare file takes the place of theirs. Raises ExchangeError
+        if readers have delayed new weights for READ_DEADLINES deadlines.
         """
         if self._node.rank != 0:
             return True
@@ -416,7 +417,7 @@ class NodeMemory:
         return True
 
     def _free(self, spare: int) -> bool:
-        """Free the memory of the spare file unless a rank reads it; return whether it is free."""
+        """Free the memory of ``spare``, the spare file, unless a rank reads it; return whether it is free."""
         if self._files[spare].has_readers:
             return False
         self._files[spare].give_back()
@@ -424,7 +425,7 @@ class NodeMemory:
         return True
 
     def _gets_memory(self, spare: int) -> bool:
-        """Allocate memory in the spare file for a third copy of the weights; return whether this succeeds."""
+        """Allocate memory in ``spare`` for a third copy of the weights; return whether this succeeds."""
         if shutil.disk_usage(SHARED_MEMORY).free < self.layout.nbytes:
             return False
         with suppress(OSError):  # another process has taken the memory
@@ -433,7 +434,10 @@ class NodeMemory:
         return False
 
     def _refuse_readers(self, seconds: float, *, spare_is_read: bool) -> None:
-        """Raise ExchangeError if readers have delayed new weights for READ_DEADLINES deadlines."""
+        """Raise ExchangeError if readers have delayed new weights for READ_DEADLINES deadlines.
+
+        seconds: how long they have delayed them. spare_is_read: whether the spare file is read, too.
+        """
         longest = READ_DEADLINES * self._world.deadline
         if seconds <= longest:
             return
@@ -512,7 +516,7 @@ class NodeMemory:
     def _broadcast(self, sequence: int) -> None:
         """Broadcast the weights of this sequence number between node leaders, in buckets.
 
-        With a single node, do nothing.
+        A node leader is the lowest rank of its node. With a single node, do nothing.
         """
         weights = self._map_of(sequence)
         under_way: deque[Pending] = deque()

@@ -23,7 +23,7 @@ class Arrival:
     """Shards that arrived together.
 
     step: number of optimizer steps done by then. sync: version of the newest weights published by then.
-    revision: revision of the buffer after the merge.
+    revision: how often merges or evictions had changed the buffer by then, this merge included.
     """
 
     step: int

@@ -59,8 +59,8 @@ class DeltaMemory:
     def changes(self) -> np.ndarray | None:
         """Return the changes from the last to the incoming weights; None if these are to be published whole.
 
-        First weights and float32 weights are published whole; so are others if too much has changed, or if
-        the chain has reached a limit.
+        First weights and float32 weights are published whole. So are others if too much has changed, or if
+        the files of changes since the last whole weights have reached a limit (LONGEST_CHAIN).
         """
         if self._last is None or self._sizes is None or len(self._sizes) == LONGEST_CHAIN:
             return None
