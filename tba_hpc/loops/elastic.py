@@ -128,7 +128,7 @@ class ElasticSearchers:
         return {self._names[name]: claim.number for name, claim in self._last().items() if claim.owner.ready}
 
     def _last(self) -> dict[str, Claim]:
-        """Return what the last successful check found. A new check is made first if it is due."""
+        """Return the present searchers' claims to their slots, by rank name, after a check if one is due."""
         if self._names and time.monotonic() - self._checked >= ELASTIC_CHECK_SECONDS:
             self._checked = time.monotonic()
             self._holders = if_available(self._look, otherwise=self._holders)

@@ -88,10 +88,10 @@ def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
 
 
 def _news(run: RunDir, launch: LaunchSection, step: int) -> Iterator[bool]:
-    """Yield, whenever it is asked, whether there was progress since the last time.
+    """Yield at each ``next`` whether there was progress since the one before.
 
-    Progress is a new part of the evaluation, or tokens from a searcher whose part is missing. If all
-    searchers are elastic, any of them may be the one that evaluates.
+    step: step of the last evaluation's weights. Progress is a new part of the evaluation, or tokens from a
+    searcher whose part is missing. If all searchers are elastic, any of them may be the one that evaluates.
     """
     tails: dict[int, MetricsTail] = {}
     missing: list[int] = []

@@ -26,14 +26,17 @@ from tba_hpc.core.wording import count
 log = logging.getLogger(__name__)
 
 STEPS_WITHOUT_DATA, SYNCS_WITHOUT_DATA = 50, 5
-"""Numbers of steps and of syncs without a new shard after both of which a step waits for one.
+"""A step waits for a new shard if none has arrived for this many steps, and for this many syncs.
 
 There are exchange.sync_every steps from one sync to the next.
 """
 
 
 class Freshness:
-    """Staleness, reference and rollout budget of a run, whose trajectories live in ``buffer``."""
+    """Staleness, reference and rollout budget of a run, whose trajectories are in ``buffer``.
+
+    The rollout budget limits what requests searchers may issue. None without exchange.max_staleness.
+    """
 
     def __init__(self, config: Config, buffer: ReplayBuffer) -> None:
         self._config = config
@@ -53,7 +56,7 @@ class Freshness:
             self._budget = RolloutBudget(self._config, completed)
 
     def publication(self, step: int, *, evaluate: Split | None, published: float) -> Publication:
-        """Extend the rollout budget by what the weights of ``step`` allow; return the publication for them.
+        """Grant the requests that the weights of ``step`` allow; return the publication for these weights.
 
         evaluate, published: see Publication.
         """
@@ -106,9 +109,10 @@ class Freshness:
     def missing(self, step: int) -> int:
         """Return how much ``step`` still waits for; 0 if it can be taken.
 
-        This is the largest of: the groups that the buffer lacks for a batch (0 unless ``Config.selective``),
-        the requests that are ``overdue``, and 1 if the step is ``starved``. While the initial buffer is
-        ``filling`` it is instead the number of completions that the buffer lacks.
+        While the initial buffer is ``filling``, this is the number of completions that it lacks. Later it is
+        the largest of: the requests that are ``overdue``, 1 if the step is ``starved``, and the groups that
+        the buffer lacks for a batch. The last counts only under ``Config.selective``: if trajectories may be
+        evicted for age, reference or uses.
         """
         if self.filling(step):
             return max(0, self._config.buffer.initial_completions - len(self._buffer))
@@ -116,7 +120,7 @@ class Freshness:
         return max(wanted - self._groups, int(self.starved(step)), self.overdue(step))
 
     def overdue(self, step: int) -> int:
-        """Return how many answers ``step`` must wait for; see ``RolloutBudget.overdue``.
+        """Return how many requests must be answered before ``step``; see ``RolloutBudget.overdue``.
 
         0 unless the buffer is a queue.
         """
@@ -160,7 +164,7 @@ class Freshness:
             self._budget.note_leases(elastic_leases())
 
     def arrive(self, shard: Shard, step: int) -> None:
-        """Record a shard that arrives before ``step``. For the rollout budget its requests are completed."""
+        """Record a shard that arrives before ``step``. Its requests count as completed."""
         self._last_shard = step
         if self._budget:
             self._budget.arrive(shard.request_ids)
@@ -210,10 +214,10 @@ class Freshness:
 
 
 class Debt(NamedTuple):
-    """Requests that a set of places owes. A heap has the set that owes least per busy place first.
+    """Requests that a set of places owes: granted, but not completed. Debts are sorted by ``each``.
 
-    each: requests owed per busy place, one from which answers are expected. first: the first place of the
-    set. owed: requests owed. busy: number of busy places. places: the set.
+    A place is busy if answers are expected from it. each: requests owed per busy place. first: the first
+    place of the set. owed: requests owed. busy: number of busy places. places: the set.
     """
 
     each: float
@@ -329,7 +333,7 @@ class RolloutBudget:
         return self.end
 
     def _debts(self) -> list[Debt]:
-        """Return a heap of the debts of the sets of places that share an end, where any place is busy."""
+        """Return a heap of the debts of all sets of places that share an end and have a busy place."""
         idle, all_owed, debts = self._idle, self.owed(), []
         for places in self._ends:
             owed = [all_owed[place] for place in places if place not in idle]

@@ -39,9 +39,10 @@ class Merger:
     metrics: MetricsWriter
 
     def merge(self, state: TrainerState, shards: Sequence[Shard], *, sync: int) -> TrainerState:
-        """Merge shards that were collected together, as one revision of the buffer.
+        """Merge shards that were collected together; return the state with the next revision of the buffer.
 
-        Shards that were merged before are left out. sync: version of the last published weights.
+        The revision is the number of merges and evictions so far; all of these shards share one. Shards that
+        were merged before are left out. sync: version of the last published weights.
         """
         shards = [shard for shard in shards if shard.index >= state.cursors.get(shard.searcher, 0)]
         if not shards:
@@ -60,7 +61,7 @@ class Merger:
         )
 
     def evict_stale(self, state: TrainerState) -> TrainerState:
-        """Evict the trajectories that the next step must not learn from, as one revision of the buffer.
+        """Evict the trajectories that the next step must not learn from, as a revision; see ``merge``.
 
         If there are none, ``state`` is returned unchanged.
         """
@@ -74,7 +75,7 @@ class Merger:
     def _merge(self, shard: Shard, step: int, revision: int, sync: int) -> dict[str, Value]:
         """Merge a shard, except groups whose request was answered before, and mark its requests as completed.
 
-        Returns the shard's metric record.
+        revision, sync: as in ``ReplayBuffer.merge``. Returns the line about the merge for the metrics.
         """
         arrived = shard.trajectories
         requests, kept = shard.request_ids, arrived
@@ -121,5 +122,5 @@ def merge_pending(
 
 
 def state_event(event: str, state: TrainerState, buffer: ReplayBuffer) -> dict[str, Value]:
-    """Make the record of an event of the run for the trainer's metrics."""
+    """Return a line for the trainer's metrics about an event of the run, as values by name."""
     return {"event": event, "step": state.step, "revision": state.revision, "buffer/size": len(buffer)}

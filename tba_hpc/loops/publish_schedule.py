@@ -12,8 +12,9 @@ from tba_hpc.loops.freshness import Freshness
 class PublishSchedule:
     """Schedule of publications: before an attempt's first step, every ``sync_every`` steps, after the last.
 
-    Weights are published earlier if the reference has changed, or if searchers need a larger rollout budget.
-    A publication that cannot begin, because a round of the exchange is in progress, is put off and stays due.
+    Weights are published earlier if the reference has changed, or if the next step needs more answers than
+    the requests granted so far (the rollout budget) can bring. A publication that cannot begin, because a
+    round of the exchange is in progress, is put off and stays due.
 
     step: the attempt's first step. version: version of the last published weights, initially ``step``.
     publishes: number of publications in this attempt. put_off: whether a publication is being put off now.
@@ -38,7 +39,7 @@ class PublishSchedule:
         )
 
     def publication(self, step: int) -> Publication:
-        """Make the publication for the weights of ``step``. This extends the rollout budget."""
+        """Make the publication for the weights of ``step``, and grant the requests that they allow."""
         return self._freshness.publication(step, evaluate=self._split(step), published=time.time())
 
     def note(self, publication: Publication, *, started: bool) -> None:
@@ -51,7 +52,7 @@ class PublishSchedule:
     def _split(self, step: int) -> Split | None:
         """Return the split to evaluate with the weights of ``step``, or None.
 
-        This is test before and after training, and validation every ``evaluate.every`` steps.
+        It is "test" before and after training, and "validation" every ``evaluate.every`` steps.
         """
         every = self._config.evaluate.every
         if step >= self._config.train.steps or (step == 0 and not self.publishes):

@@ -1,4 +1,4 @@
-"""Sums over the completions that a searcher scored since its last metric record, and the record's figures.
+"""Sums over the completions that a searcher scored since its last line of metrics, for the next line.
 
 ``run.metric_table`` explains each figure.
 """
@@ -61,9 +61,9 @@ class Sums:
 
     # Over tokens whose log-probability both engine and learner code computed, under the same weights
     checked: int = 0
-    """Number of these tokens."""
+    """Number of tokens whose log-probabilities the engine and the learner's code both computed."""
     gap: float = 0.0
-    """Sum of |log π_engine − log π_learner|, nats."""
+    """Sum of |log π_engine − log π_learner| over the ``checked`` tokens, nats."""
 
     # Of the searcher's loop
     generated: int = 0
@@ -131,7 +131,7 @@ class Sums:
         return Sums(**{name: getattr(self, name) + getattr(other, name) for name in names}, parts=parts)
 
     def figures(self) -> dict[str, Value]:
-        """Return the figures of a metric record; None where there is nothing to average."""
+        """Return the figures of a line of metrics; None where there is nothing to average."""
         return {
             "search/groups": self.groups,
             "search/trajectories": self.completions,

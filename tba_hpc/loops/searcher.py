@@ -32,8 +32,8 @@ class Searcher:
     requests: the training requests that this searcher issues, in order. report: function that receives this
     searcher's part of an evaluation. stop_asked: returns whether a signal has asked this process to stop.
     sequences: requests are submitted while fewer completions than this are in flight. pending_shards: number
-    of offered and unmerged shards at which generation pauses. log_seconds: interval of metric records,
-    s. weights_in_use: function called each time the engine has loaded weights.
+    of offered and unmerged shards at which generation pauses. log_seconds: interval of lines of metrics, s.
+    weights_in_use: function called each time the engine has loaded weights.
     """
 
     generator: Generator
@@ -61,9 +61,9 @@ class Searcher:
     def run(self) -> None:
         """Generate until the trainer ends the run.
 
-        Generation pauses until the first weights arrive, while ``pending_shards`` shards are unmerged, and at
-        the end of the rollout budget that came with the last weights. The trainer's next publication ends
-        each of these pauses.
+        Generation pauses until the first weights arrive, while ``pending_shards`` shards are unmerged, and
+        when all requests that the last weights allow (the rollout budget) have been issued. The trainer's
+        next publication ends each of these pauses.
         """
         while not self.exchange.closed:
             self._take_weights()
@@ -117,7 +117,7 @@ class Searcher:
             self.generator.submit(request)
 
     def _next_training_request(self) -> Request | None:
-        """Return the next training request; None without weights, at the end, or if too much waits."""
+        """Return the next training request; None without weights, at a limit, or if the run ends."""
         if self._publication is None or self._publication.final:
             return None
         if self.stop_asked() or self.exchange.closed:
@@ -139,7 +139,7 @@ class Searcher:
 
     @property
     def _out_of_work(self) -> bool:
-        """True if, under a rollout budget, the engine is idle until the trainer publishes."""
+        """True if the engine is idle until the trainer publishes, because requests are limited."""
         return self._budget_end < math.inf and not self.generator.in_flight
 
     def _generate(self) -> list[Group]:
@@ -196,7 +196,7 @@ class Searcher:
             self._stage = stage
 
     def _log(self) -> None:
-        """Write a metric record of the time since the last one; ``run.metric_table`` explains each name."""
+        """Write a line of metrics about the time since the last; ``run.metric_table`` explains the names."""
         sums, self._tally = self._tally, Sums()
         now = time.monotonic()
         seconds, self._logged = now - self._logged, now
