@@ -203,7 +203,7 @@ class ReplayBuffer:
         return None
 
     def _enter(self, group: Trajectories) -> int:
-        """Store a new group; drop duplicates, new or live ones, and return how many were dropped."""
+        """Store a new group. Drop duplicates among new and live trajectories; return how many."""
         prompt, keys = prompt_of(group), self._rule.keys(group)
         dropped, live = 0, self._store.live.get(prompt, {})
         if self._rule.possible(live, keys):
@@ -350,7 +350,7 @@ class ReplayBuffer:
         return arrays
 
     def restore(self, arrays: dict[str, np.ndarray]) -> None:
-        """Replace the contents by a saved ``state``. Raises ConfigError if its records have other fields."""
+        """Replace the contents by a ``state``. Raises ConfigError if its fields are not LIVE_RECORD's."""
         self._clear()
         stored = Trajectories.from_arrays(arrays)
         fields = [field for field in stored.record.dtype.descr if field[0] != "embedding"]

@@ -26,7 +26,7 @@ reference.
 """
 
 Row = tuple[int, int]
-"""Place of a live trajectory: the number of its group, and its row in the group."""
+"""Position of a live trajectory in the store: the number of its group, and its row in the group."""
 
 _NO_TOKENS = Ragged.from_rows([], np.int32)
 _NOTHING = Trajectories(

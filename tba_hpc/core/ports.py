@@ -158,7 +158,7 @@ class Task(ABC):
         return ()
 
     def summary(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Return further statistics of an evaluation's completions by name, such as diversity.
+        """Return further statistics by name, such as diversity, of an evaluation's completions: ``groups``.
 
         Only ``tba evaluate`` calls this.
         """
@@ -333,9 +333,9 @@ class Learner(Protocol):
         """Copy weights and optimizer state; return a function that writes the copy to an existing ``folder``.
 
         Call the function once, in any thread, before the next ``save``. It returns once the files of all
-        ranks are safely on disk. Its result is the part of the checkpoint's inventory (see ``run.inventory``)
-        for those files whose checksums are known by then. It raises StateError if writing fails, or
-        DiskFullError if the disk is full; ``save`` may then be called again.
+        ranks are safely on disk. The result holds the lines of the checkpoint's list of files
+        (``run.inventory``) for those files whose checksums are known by then. It raises StateError if writing
+        fails, or DiskFullError if the disk is full; ``save`` may then be called again.
         """
 
     def load(self, folder: Path) -> None:
@@ -353,7 +353,7 @@ class Learner(Protocol):
         """
 
     def close(self) -> None:
-        """Release the ranks that follow."""
+        """End ``follow`` on the other trainer ranks."""
 
 
 class SharedLearner(Learner, Protocol):

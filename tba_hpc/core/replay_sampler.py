@@ -124,7 +124,7 @@ class Sampler:
         return (1 - mix) * odds / odds.sum() + mix * uniform
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return the prompts of both draws, waiting and drawn, as arrays for ``restore``."""
+        """Return the prompts of the draws, among recent ones and among all, as arrays for ``restore``."""
         return {**self._everyone.arrays("everyone"), **self._recent.arrays("recent")}
 
     def restore(self, arrays: dict[str, np.ndarray], sync: int) -> None:

@@ -69,7 +69,7 @@ KEEP = 2
 
 MOST_WAITING = 4
 """Maximum number of publications that are kept because their evaluation on the validation split is
-unfinished. Nobody completes the part of a searcher that died, so they would pile up without a limit."""
+unfinished. Nobody completes a dead searcher's part of an evaluation, so they would pile up."""
 
 MANIFEST_CHECK_SECONDS = 0.1
 """Minimum interval between two reads of ``latest.json`` by a searcher, s: file servers are slow and shared.
@@ -137,7 +137,7 @@ class Manifest:
         publish(folder / "latest.json", msgspec.json.encode(self))
 
     def chain(self, sequence: int) -> tuple[Entry, ...]:
-        """Return the links that make up the weights numbered ``sequence``: whole weights, then changes."""
+        """Return the entries that make up the weights numbered ``sequence``: whole weights, then changes."""
         until = [entry for entry in self.entries if entry.sequence <= sequence]
         whole = max((i for i, entry in enumerate(until) if not entry.changes), default=0)
         return tuple(until[whole:])
@@ -292,7 +292,7 @@ class FileTrainerExchange:
         self._retry(lambda: publish(self._folder / PROGRESS, data))
 
     def _still_needed(self) -> list[Entry]:
-        """Return the entries that stay listed beside a new one, with all links of their chains.
+        """Return the entries that stay listed beside a new one, with those on whose files they depend.
 
         These are the newest, and those whose evaluation is incomplete (at most MOST_WAITING on validation).
         """

@@ -447,7 +447,7 @@ class PendingShards:
         return sorted(number for number in {*listed, *cursors, *self._searchers} if number in self._among)
 
     def _read(self, searcher: int, index: int, *, beyond: bool = False) -> Iterator[Shard]:
-        """Yield one searcher's shards up to the first missing one. beyond: try names that are not listed."""
+        """Yield a searcher's shards from ``index`` to the first missing one. beyond: even unlisted ones."""
         end, waited = self._listed_end(searcher), False
         while end is not None and (index < end or beyond):
             path, shard = self._run.shard_file(searcher, index), None

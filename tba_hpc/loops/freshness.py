@@ -146,11 +146,11 @@ class Freshness:
 
     @property
     def _owed(self) -> Counter[int]:
-        """Number of granted requests that are not completed, by place; empty without a budget."""
+        """Number of granted requests that are not completed, by place; empty without a rollout budget."""
         return self._budget.owed() if self._budget else Counter()
 
     def exhausted(self, step: int) -> bool:
-        """Return whether ``step`` needs a larger budget: it lacks more groups than searchers owe."""
+        """Return whether ``step`` lacks more groups than the granted, unanswered requests can bring."""
         if self._budget is None or not self._budget.has_searchers:
             return False
         return self.missing(step) > self._owed.total()
