@@ -19,11 +19,7 @@ import numpy as np
 from tba_hpc.core.types import LIVE_RECORD, Columns, Ragged, Trajectories, joined, offsets_of
 
 KIND = np.dtype([("version_oldest", "<i4"), ("reference", "<i4")])
-"""Fields of RECORD that decide whether a trajectory is stale.
-
-version_oldest: version of the oldest weights that sampled it. reference: optimizer step that made its
-reference.
-"""
+"""Fields of RECORD that decide whether a trajectory is stale: its oldest version and its reference's step."""
 
 Row = tuple[int, int]
 """Position of a live trajectory in the store: the number of its group, and its row in the group."""

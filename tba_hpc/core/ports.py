@@ -310,10 +310,9 @@ class Learner(Protocol):
 
         The metrics are: loss and the objective's own metrics, as means over the batch; ``objectives.figures``
         of the batch; grad_norm, before clipping; tokens, the number of sampled tokens; learning_rate;
-        skipped_steps, the number so far.
-        If the loss or the gradient's norm is not finite, the step is skipped: weights and optimizer
-        state stay as they are, and the grad_norm returned is not finite. Raises ConfigError if too many steps
-        in a row are skipped.
+        skipped_steps, the number so far. If the loss or the gradient's norm is not finite, the step is
+        skipped: weights and optimizer state stay as they are, and the grad_norm returned is not finite.
+        Raises ConfigError if too many steps in a row are skipped.
         """
 
     def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:

@@ -606,8 +606,8 @@ class ElasticSearcherExchange(FileSearcherExchange):
     def still_wants(self, split: Split, version: int) -> bool:
         """Return whether an evaluation that ``poll`` handed out is still wanted.
 
-        Once the trainer of a later attempt has started, it is not, because that trainer may make different
-        weights of the same version.
+        It is not wanted once the trainer of a later attempt has started, because that trainer may make
+        different weights of the same version.
         """
         self._manifest = self._read_manifest()
         _, attempt = self._asked[split, version]

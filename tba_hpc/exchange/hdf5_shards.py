@@ -537,7 +537,7 @@ class PendingShards:
 
 
 def _aside(path: Path) -> Path:
-    """Return the name that a broken file gets. Readers ignore the file, but its index stays taken."""
+    """Return the name that a broken file gets. Readers ignore the file, but its index is not used again."""
     return path.with_name(path.name + REFUSED)
 
 

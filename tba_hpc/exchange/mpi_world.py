@@ -80,11 +80,11 @@ RELEASE_SECONDS = 1.0
 """Time after which the spare file replaces a file that is needed for new weights but still read, s."""
 
 READ_DEADLINES = IDLE_DEADLINES - 2
-"""Longest time, in deadlines, that readers may delay new weights if the spare file cannot be used. Then the
+"""Number of deadlines for which readers may delay new weights if the spare file cannot be used. Then the
 lowest rank of their node raises an error that names the node, before others give up on the next round."""
 
 END_DEADLINES = 2
-"""Longest time, in deadlines, that ranks may take to score and seal what they hold once the run is over."""
+"""Number of deadlines for which ranks may score and seal what they hold once the run is over."""
 
 
 class Tag(IntEnum):
@@ -549,7 +549,7 @@ def _buckets(layout: WeightLayout, roots: list[int], bucket_bytes: int) -> list[
 
 
 def _check_threads() -> None:
-    """Raise ConfigError if only the thread that started MPI may call it.
+    """Raise ConfigError if MPI can be called only in the thread that started it.
 
     The main thread starts MPI and joins the world; later the exchange's thread calls MPI.
     """

@@ -24,20 +24,20 @@ WORD, BLOCK = 2, 256
 """Bytes of a word, and words of a block: as many as a uint8 can index."""
 
 PIECE = 1 << 18
-"""Number of words that a thread compares at once; they fit in a core's cache."""
+"""Number of 16-bit words that a thread compares at once; they fit in a core's cache."""
 
 BYTES_PER_CHANGE, BYTES_PER_BLOCK = 3, 2
 """Bytes per changed word (value and offset), and per block (count)."""
 
 SAMPLES, SAMPLE = 64, 4096
-"""Number of samples that are compared before all weights, and words per sample."""
+"""Number of samples that are compared before all weights, and 16-bit words per sample."""
 
 MOST = 0.25
 """Maximum size of changes, as a share of the size of the weights. Beyond it, whole weights are published."""
 
 LONGEST_CHAIN, HEAVIEST_CHAIN = 32, 0.5
-"""Limits on a chain, which a searcher that joins must read in full: the number of its files of changes, and
-their total size as a share of the size of the weights."""
+"""Limits on the files of changes that follow whole weights: their number, and their total size as a share of
+the size of the weights. A searcher that joins must read all of them."""
 
 THREADS = min(4, len(os.sched_getaffinity(0)))
 """Number of threads that compare weights in parallel; numpy releases Python's lock meanwhile."""

@@ -365,8 +365,9 @@ class RolloutBudget:
     def overdue(self, step: int) -> int:
         """Return how many answers ``step`` must wait for, because later steps could not use them in time.
 
-        Steps up to v + n can learn from requests granted under weights v. So before ``step``, of the requests
-        granted under weights up to v, no more than (v + n − step)·B may be unanswered.
+        With n = exchange.max_staleness, steps up to v + n can learn from requests granted under weights v. So
+        before ``step``, of the requests granted under weights up to v, no more than (v + n − step)·B may be
+        unanswered, where B is train.prompts_per_step.
         """
         idle = self._idle
         unanswered = overdue = 0
@@ -384,7 +385,7 @@ class RolloutBudget:
             self._unanswered.pop(request_id, None)
 
     def owed(self) -> Counter[int]:
-        """Count granted requests that are not completed, by place; only where answers are expected."""
+        """Count granted requests that are not completed, by place, for places that are expected to answer."""
         idle, places = self._idle, map(self._place_of, self._unanswered)
         return Counter(place for place in places if place not in idle)
 

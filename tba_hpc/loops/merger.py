@@ -61,9 +61,9 @@ class Merger:
         )
 
     def evict_stale(self, state: TrainerState) -> TrainerState:
-        """Evict the trajectories that the next step must not learn from, as a revision; see ``merge``.
+        """Evict the trajectories that the next step must not learn from; return the new state.
 
-        If there are none, ``state`` is returned unchanged.
+        If there are none, it is ``state`` unchanged. Otherwise it has the next revision; see ``merge``.
         """
         evicted = self.freshness.evict_stale(state.step)
         if not evicted:

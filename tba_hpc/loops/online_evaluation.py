@@ -1,4 +1,4 @@
-"""Measures the task's score under given weights on the searchers' engines, between training completions.
+"""Measures the task's score under given weights, on the searchers' engines and in the midst of training.
 
 Each searcher answers its share of a split: searcher s of S takes the prompts with index ≡ s (mod S). It
 samples at the task's evaluation temperature, and returns its part of the result once all of its answers are
@@ -127,7 +127,7 @@ class OnlineEvaluator:
     def _evaluation(
         self, split: Split, step: int, correct: int, ref_logprob: float | None, *completions: Completion
     ) -> Evaluation:
-        """Return the Evaluation of a single completion, or an empty one, to be summed with ``+``.
+        """Return the Evaluation of one completion, or of none; ``+`` adds two Evaluations.
 
         correct: 1 if the completion is correct, else 0. ref_logprob: its log π_ref, nats; None without a
         reference; 0 if there is no completion. completions: one or none. Reward and text are left out.

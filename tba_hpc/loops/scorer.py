@@ -225,8 +225,8 @@ class Scorer:
     def check_engine(self, update: WeightUpdate, answers: int) -> None:
         """Compare engine and learner code on the first ``answers`` evaluation answers under ``update``.
 
-        At most ANSWERS_AT_ONCE are compared. A copy of the weights is kept until then. Does nothing without a
-        reference model, into which the weights are loaded.
+        At most ANSWERS_AT_ONCE are compared. Until they are, a copy of the weights is kept. Does nothing
+        without a reference model, into which the weights are loaded.
         """
         if self._reference:
             self._check = EngineCheck(update.private(), min(answers, ANSWERS_AT_ONCE))

@@ -1,4 +1,4 @@
-"""The record of every optimizer step in the trainer's metrics. ``run.metric_table`` explains each name."""
+"""The trainer's line of metrics about each optimizer step. ``run.metric_table`` explains the names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WARMUP_STEPS = 5
 
 @dataclass
 class StepLog:
-    """Writer of a record per step.
+    """Writes a line of metrics per step.
 
     clock: measures the parts of a step under the names ``wait`` (for data), ``publish``, ``reference``,
     ``learn`` and ``checkpoint``. late: number of steps taken while a publication was put off. longest_step:
@@ -39,7 +39,7 @@ class StepLog:
     _learning: float = 0.0  # seconds of _wall spent in the learner
 
     def write(self, step: int, batch: TrajectoryBatch, learned: Mapping[str, float]) -> float:
-        """Write the record of ``step`` (from 0), which learned from ``batch``; return its duration, s.
+        """Write the line about ``step`` (from 0), which learned from ``batch``; return its duration, s.
 
         learned: metrics of the learner. Those that are not finite, as in a skipped step, are left out.
         """

@@ -176,10 +176,10 @@ class Trainer:
         return not self.stopping
 
     def _merge_arrived(self) -> None:
-        """Merge the shards that have arrived, evict what is stale, and note when new completions arrived.
+        """Merge the shards that have arrived, evict what is stale, and note the time of the last arrival.
 
-        While the initial buffer is filling, they count only if the buffer grows, because completions that
-        replace equal ones could arrive forever.
+        While the initial buffer is filling, only shards by which the buffer grows count as arrivals, because
+        completions that replace equal ones could arrive forever.
         """
         self.freshness.note_elastic_leases(self.elastic_leases)
         shards = self.exchange.collect()
@@ -220,7 +220,7 @@ class Trainer:
     # --- Learn ---
 
     def _learn(self, batch: TrajectoryBatch) -> None:
-        """Take one optimizer step on the batch, and write its record."""
+        """Take one optimizer step on the batch, and write a line of metrics about it."""
         train, step = self.config.train, self.step
         with self._step_log.clock("learn"):
             learned = self.learner.step(
