@@ -54,7 +54,10 @@ class _Commands(TyperGroup):
 
 
 def _call(name: str | None, said: str) -> str:
-    """Return how to call a command. name: None if it does not exist. said: what Typer says is wrong."""
+    """Return a hint on how to call a command.
+
+    name: that of the command; None if it does not exist. said: Typer's message about the error.
+    """
     if name is None:
         return "tba status RUN shows a run, such as runs/quickstart-seed0; all commands: tba --help"
     if name == "submit" and "extra argument" in said:
@@ -180,7 +183,7 @@ def run(
 @app.command(rich_help_panel=TRAINING)
 def submit(
     nodes: Annotated[
-        int | None, typer.Option(help="Number of nodes; default with --print inside a Slurm job: its nodes.")
+        int | None, typer.Option(help="Number of nodes; may be left out with --print inside a Slurm job.")
     ] = None,
     config: Annotated[
         list[Path] | None,
@@ -633,11 +636,11 @@ def samples(
     text: Annotated[
         str, typer.Option(help="Show only what has this text in question or answer; case is ignored.")
     ] = "",
-    limit: Annotated[int, typer.Option(min=0, help="Largest number to show, duplicates once; 0: all.")] = 10,
+    limit: Annotated[int, typer.Option(min=0, help="Number to show, of equal ones one; 0: all.")] = 10,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read RUN's completions: prompt, text, reward, and what became of them."""
+    """Read RUN's completions: prompt, text, reward, and how often each was learned from."""
     from tba_hpc.report.samples.select import Query, run_decoder, select
     from tba_hpc.report.samples.show import print_samples, write_page
 

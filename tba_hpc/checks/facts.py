@@ -81,8 +81,8 @@ class SlurmFacts:
     def of(cls, settings: str, partitions: str, mpi: str) -> SlurmFacts:
         """Parse the output of the three commands of ``look``.
 
-        settings: lines ``Key = value``. partitions: one line each. mpi: plugins, one per line, and then lines
-        with the available versions of pmix, which are values of ``--mpi``, too.
+        settings: lines ``Key = value``. partitions: one line each. mpi: plugins, one per line, then lines
+        with the versions of pmix; ``--mpi`` takes either.
         """
         found = [fields(line) for line in partitions.splitlines() if line.startswith("PartitionName=")]
         lines = [line.removeprefix("srun:").strip() for line in mpi.splitlines()]

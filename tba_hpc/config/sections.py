@@ -385,7 +385,7 @@ class TrainSection(Section):
     that are not recorded count as a single one. The records take 6·k bytes per completion token. Not for
     objectives that bound stale data themselves."""
     reference: ReferenceChoice = FrozenReference()
-    """Reference policy π_ref. If unset: behaviour with oapl, else frozen."""
+    """Reference policy π_ref. If unset: ``behaviour`` with the objective oapl, otherwise ``frozen``."""
     loss_normaliser: LossNormaliser | None = None
     """Divisor of the summed token losses of a completion: 1 (sum), its length (completion_tokens), the mean
     length in the batch (batch_tokens) or generator.max_tokens (max_tokens). null: as published, which is
@@ -399,10 +399,11 @@ class TrainSection(Section):
     completions_per_prompt: int = Field(20, ge=2)
     """K, the number of trajectories per group."""
     tokens_per_micro_batch: MayChange[Count | None] = None
-    """Maximum number of tokens per forward and backward pass, at least model.context_length. The prompt of a
-    group counts once; if a layer lacks full attention, padding counts, too. A larger group is split, and its
-    log-probabilities are computed twice. null: what fits into 8 GiB of activations on a GPU (1 GiB on a CPU),
-    at most 32k, but at least the largest group of the step."""
+    """Maximum number of tokens per forward and backward pass, at least model.context_length. The prompt
+    of a group counts once. If the model has other layers than full attention, each completion counts with
+    its prompt and padding. A larger group is split, which costs a second pass for its log-probabilities.
+    null: what fits into 8 GiB of activations on a GPU (1 GiB on a CPU), at most 32k, but at least the
+    largest group of the step."""
     learning_rate: LearningRate = LearningRate()
     """Learning-rate schedule; a number is a constant rate."""
     beta: Schedule = Field(0.1, validate_default=True)

@@ -152,8 +152,8 @@ class Gspo(PolicyGradient):
     name: Literal["gspo"] = "gspo"
     """GSPO: a clipped surrogate with one ratio per completion, the geometric mean of its tokens' ratios."""
     ratio_clip: tuple[Fraction, Positive] = (3e-4, 4e-4)
-    """[low, high]: a completion has no gradient once its ratio has left the range from 1 − low to 1 + high in
-    the direction of its advantage."""
+    """[low, high]: a completion has no gradient once its ratio π_θ/π_behaviour, as a geometric mean over its
+    tokens, has left the range from 1 − low to 1 + high in the direction of its advantage."""
 
 
 class Topr(PolicyGradient):
@@ -278,7 +278,7 @@ class EqualDuplicates(Section):
 
 class EditDuplicates(Section):
     name: Literal["edits"] = "edits"
-    """Keep only the completion with the highest reward among those within a small edit distance."""
+    """Of completions a small edit distance apart, keep only the one with the highest reward."""
     limit: float = Field(0.25, gt=0, le=0.5)
     """Edit distance, as a share of the sum of both lengths, below which two completions are duplicates."""
 

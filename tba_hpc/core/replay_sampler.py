@@ -91,7 +91,7 @@ class Sampler:
         return bool(record["sync"][0] == self.sync)
 
     def _queued(self, groups: int) -> Iterator[tuple[int, bool]]:
-        """Return prompts, oldest first, in the form of ``_drawn``."""
+        """Yield a prompt per group, of the oldest weights first, and False: any completion may be drawn."""
         record = self._store.record()
         prompts = record["prompt_id"][np.argsort(record["version_oldest"], kind="stable")].tolist()
         return ((prompt, False) for prompt in islice(cycle(dict.fromkeys(prompts)), groups))

@@ -49,9 +49,9 @@ AHEAD = 2
 class Decoding:
     """Results of the model with one way of decoding.
 
-    temperature: 0 is greedy. samples: completions per prompt. scores: estimates by name, such as pass@1; none
-    if no answer can be called correct. ended: share of completions that are correct and were not cut off;
-    None without scores. truncated_share: share of completions that the token limit cut off. tokens: mean
+    temperature: 0 is greedy. samples: completions per prompt. scores: estimates by name, such as pass@1;
+    empty if the task does not tell right answers from wrong ones. ended: share of completions that are
+    correct and also ended by themselves; None without scores. truncated_share: share of completions that the token limit cut off. tokens: mean
     number of sampled tokens per completion. perplexity: perplexity of the sampled tokens under the reference,
     at model.logprob_temperature; None without a reference. reward: mean over prompts of the mean reward; None
     if rewards only say right or wrong. rewards: mean over the completions of each named reward, without

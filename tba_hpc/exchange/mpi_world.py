@@ -72,8 +72,8 @@ FILES = 3
 TABLE = np.dtype([("order", np.int64, 2), ("generations", np.int64, FILES)])
 """Table in shared memory for the ranks of a node.
 
-order: index of the file for weights with an even sequence number, and of that for odd ones. generations: how
-often each file has given back its memory.
+order: indices of two of the files: that for weights with an even sequence number, and that for odd ones.
+generations: how often each file has given back its memory.
 """
 
 RELEASE_SECONDS = 1.0
@@ -265,7 +265,7 @@ class MpiWorld:
             pause = min(1.5 * pause, longest)
 
     def _rank_in_comm(self, rank: int) -> int:
-        """Return the rank that MPI gives to a world rank, in the communicator ``comm``."""
+        """Return the rank in the communicator ``comm`` of the process with this world rank."""
         return (rank + self.offset) % self.comm.size
 
     # --- Coming together ---
@@ -273,7 +273,9 @@ class MpiWorld:
     def connect_peers(
         self, layout: WeightLayout, *, progress: bytes, bucket_mb: int = BUCKET_MB
     ) -> NodeMemory:
-        """Wait, as the leader, until every rank is set up; send ``progress``; return the node's memory.
+        """Wait, as the leader, until every rank is set up; then send ``progress`` to all.
+
+        Returns the node's shared memory for weights.
 
         layout: of the weights. bucket_mb: size of a broadcast between nodes, MiB. Raises ExchangeError, which
         names the ranks, if some are not set up in time.

@@ -91,7 +91,7 @@ class JobState:
     hosts: list[str] = field(default_factory=list)
     """Hosts of component 0, or of the whole job if it is not a het job."""
     others: list[str] = field(default_factory=list)
-    """Hosts of component 1."""
+    """Hosts of component 1 of a het job."""
     answers: list[str] = field(default_factory=list)
     """Hosts on which a test process has started. The prefix "!" marks those that do not see the run
     directory, and "?" those that fail the health check."""

@@ -542,7 +542,10 @@ class _Work:
 
     @staticmethod
     def of(part: Part, batch: TrajectoryBatch, layout: Layout) -> _Work:
-        """Prepare a part of a batch. ``place_A`` of a pass indexes the tokens of the part's completions."""
+        """Take a part of a batch and pack each of its micro-batches for one pass of the model.
+
+        ``place_A`` of a pass are indices among the tokens of all completions of the part.
+        """
         groups = batches.take_groups(batch, part.groups)
         row_N = np.zeros(len(batch), np.int64)
         row_N[batches.rows_of(part.groups, batch.group_size)] = np.arange(len(groups))

@@ -296,7 +296,7 @@ class RolloutBudget:
         return self._excluded.union(place for place in self._elastic if not self._holds(place))
 
     def _holds(self, place: int) -> bool:
-        """Return whether the elastic searcher that last got the requests of a place is still there."""
+        """Return whether the elastic searcher that was last granted requests of a place is still at work."""
         return place in self._leases and self._granted.get(place) == self._leases[place]
 
     def _place_of(self, request_id: int) -> int:
@@ -333,7 +333,7 @@ class RolloutBudget:
         return self.end
 
     def _debts(self) -> list[Debt]:
-        """Return a heap of the debts of all sets of places that share an end and have a busy place."""
+        """Return, as a heap, the debt of each key of ``_ends`` that has a busy place."""
         idle, all_owed, debts = self._idle, self.owed(), []
         for places in self._ends:
             owed = [all_owed[place] for place in places if place not in idle]

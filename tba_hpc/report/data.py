@@ -161,7 +161,7 @@ class RunData:
     def graded(self) -> bool:
         """True if rewards are not just 0 and 1, so that their mean is the run's score.
 
-        While all answers to held-out prompts get 0, only the rewards of training can show this.
+        Rewards of training count as well, since all answers to held-out prompts may still get 0.
         """
         found = [evaluation for evaluation in self.evaluations.values() if evaluation.graded]
         return any(evaluation.is_graded for evaluation in found) or bool(found and self.trends.graded)

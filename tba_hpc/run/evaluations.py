@@ -251,7 +251,7 @@ def _if_there(read: Callable[[], Result], *, otherwise: Result) -> Result:
 
 
 def _part_name(searcher: int, searchers: int) -> str:
-    """Return the file name of a part. It contains the number of searchers, which divide the split."""
+    """Return the file name of a searcher's part of an evaluation, with the number of all searchers in it."""
     return f"searcher-{searcher:04d}-of-{searchers:04d}.json"
 
 

@@ -68,7 +68,7 @@ class Underway:
             self._write(self.ends)
 
     def close(self) -> None:
-        """Clear the present call and write no further one, because the process is about to end."""
+        """Erase the record of the call that is under way, and record no more: the process is about to end."""
         if self._open:
             self._note("")
             self._open = False

@@ -40,7 +40,7 @@ TEMPLATES = {
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 SAYS_NOTHING = "I do not know"
-"""An answer without content. Its grade is what a generator's grader gives to any answer."""
+"""An answer without content. Its grade is the least that a grader of reasoning-gym gives to any answer."""
 
 BY_HASH = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"})
 """Generators of version 0.1.25 that draw from sets of strings, and so depend on PYTHONHASHSEED."""

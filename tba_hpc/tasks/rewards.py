@@ -168,9 +168,10 @@ class Function:
         return error is None and not where
 
     def _second_call(self, fields: Fields, several: int, seconds: float) -> None:
-        """Call the function with ``several`` completions, and with fields cut to fewer characters or items.
+        """Call the function with ``several`` completions, and check that it returns as many numbers.
 
-        Raises ConfigError if it returns fewer or more than ``several`` numbers. seconds: time limit.
+        Fields are cut to fewer characters or items, so that a number for each of those is noticed. seconds:
+        time limit. Raises ConfigError.
         """
         cut = {
             name: value[: several - 1] if isinstance(value, SEQUENCES) else value
