@@ -51,12 +51,12 @@ class Decoding:
 
     temperature: 0 is greedy. samples: completions per prompt. scores: estimates by name, such as pass@1;
     empty if the task does not tell right answers from wrong ones. ended: share of completions that are
-    correct and also ended by themselves; None without scores. truncated_share: share of completions that the token limit cut off. tokens: mean
-    number of sampled tokens per completion. perplexity: perplexity of the sampled tokens under the reference,
-    at model.logprob_temperature; None without a reference. reward: mean over prompts of the mean reward; None
-    if rewards only say right or wrong. rewards: mean over the completions of each named reward, without
-    weights; empty unless the config names several. summary: the task's own statistics, see
-    ``core.ports.Task``.
+    correct and also ended by themselves; None without scores. truncated_share: share of completions that the
+    token limit cut off. tokens: mean number of sampled tokens per completion. perplexity: perplexity of the
+    sampled tokens under the reference, at model.logprob_temperature; None without a reference. reward: mean
+    over prompts of the mean reward; None if rewards only say right or wrong. rewards: mean over the
+    completions of each named reward, without weights; empty unless the config names several. summary: the
+    task's own statistics, see ``core.ports.Task``.
     """
 
     temperature: float

@@ -142,8 +142,8 @@ class MpiTrainerExchange:
     """The leader's end of the exchange. Only ``close`` and the constructor wait for other ranks.
 
     The constructor waits until all ranks are set up, and sends them ``progress``: the completed requests, and
-    how many shards of each searcher are merged. It raises ExchangeError, which names the missing ranks, if some are not set
-    up in time. bucket_mb: size of a broadcast between nodes, MiB.
+    how many shards of each searcher are merged. It raises ExchangeError, which names the missing ranks, if
+    some are not set up in time. bucket_mb: size of a broadcast between nodes, MiB.
     """
 
     def __init__(

@@ -199,7 +199,7 @@ class Site(Section):
 
     @property
     def unused(self) -> list[str]:
-        """Site keys of searcher nodes that have no effect if both roles share an allocation: ``searcher.qos``."""
+        """Site keys of searcher nodes without effect if both roles share an allocation: ``searcher.qos``."""
         names = ComponentSite.model_fields
         ours = {name: getattr(self.trainer, name) or getattr(self, name) for name in names}
         theirs = self.searcher.model_dump(exclude_none=True)

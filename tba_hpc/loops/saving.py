@@ -98,7 +98,7 @@ class Saving:
             self.metrics.log(self._event)
 
     def _postpone(self, fault: str) -> None:
-        """Log that a checkpoint waits for space. fault: the error. In ``save_last``, log only once a minute."""
+        """Log that a checkpoint waits for space. fault: the error. In ``save_last``, only once a minute."""
         now, last = time.monotonic(), self._give_up < math.inf
         tell = now - self._told >= TELL_SECONDS
         until = time.time() + self._give_up - now if last else None
