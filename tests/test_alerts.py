@@ -145,7 +145,7 @@ WRONG: dict[str, Case] = {
     "Reward 0 for every one of 16,200 completions, 0 % of .* Check the prompt format .* tba samples": case(
         NEVER_RIGHT, evaluated({10: 0.0})
     ),
-    "100 % of the groups have one reward .* since step 0: every .* reward 0. Check the prompt format": case(
+    "Reward 0 for every one of 162 completions, .* Check the prompt format .* tba samples": case(
         {**NEVER_RIGHT, "search/trajectories": always(1)}, evaluated({10: 0.0})
     ),
     "Reward 0 for every one of 16,200 completions, 100 % .* does not stop.* tba doctor": case(

@@ -33,8 +33,8 @@ EARLY_STEPS = 20
 """Number of steps over which ``sinking_answers`` averages, and that some alerts wait for."""
 
 FEW_COMPLETIONS = 200
-"""Number of completions below which equal rewards may be chance. If one in ten is right, 200 contain a right
-one."""
+"""Number of completions below which equal rewards may be chance, in the first EARLY_STEPS. If one in ten is
+right, 200 contain a right one."""
 
 WAIT_SECONDS = 60.0
 """Time for which an attempt must have trained before the trainer's waits are judged, s. Each attempt begins
@@ -98,10 +98,9 @@ class View:
         return self.share_correct is not None and self.share_correct < 0.9
 
     @property
-    def always_equal(self) -> bool:
-        """True if all completions since the first step have had the same reward."""
-        values, flat = self.values("search/reward"), self.values("search/flat_groups")
-        return bool(values) and max(values) - min(values) <= 1e-9 and min(flat, default=1.0) >= 1
+    def is_early(self) -> bool:
+        """True while equal rewards may be chance: there were few completions, and few steps."""
+        return self.trends.trajectories < FEW_COMPLETIONS and self.trends.steps < EARLY_STEPS
 
     @property
     def synchronous(self) -> bool:
@@ -221,12 +220,12 @@ def wrong_reference(view: View) -> Alert | None:
 
 def constant_reward(view: View) -> Alert | None:
     """Alert if every completion has had the same reward."""
-    count, values = view.trends.trajectories, view.values("search/reward")
-    if count < FEW_COMPLETIONS or not view.always_equal:
+    values, flat = view.values("search/reward"), view.values("search/flat_groups")
+    if not values or view.is_early or max(values) - min(values) > 1e-9 or min(flat, default=1.0) < 1:
         return None
     truncated = view.trends.latest("search/truncated_share")
     cut = f", {_share(truncated)} of them cut off at generator.max_tokens" if truncated else ""
-    found = f"reward {_few(values[-1])} for every one of {count:,} completions{cut}"
+    found = f"reward {_few(values[-1])} for every one of {view.trends.trajectories:,} completions{cut}"
     if truncated and truncated > 0.99:  # a model that cannot end answers ends some by chance
         return _alert(
             found,
@@ -539,22 +538,12 @@ def flat_groups(view: View) -> Alert | None:
     """Alert if more than 80 % of the groups have equal rewards, although the task is not solved."""
     name = "train/flat_groups" if view.values("train/flat_groups") else "search/flat_groups"
     wrong = view.wrong_since(name, lambda value: value > 0.8)
-    if wrong is None or not view.unsolved or constant_reward(view):  # a constant reward explains it
+    if wrong is None or view.is_early or not view.unsolved:
         return None
-    if view.trends.steps < EARLY_STEPS and view.trends.trajectories < FEW_COMPLETIONS:
+    if constant_reward(view):  # which explains it
         return None
-    found = f"{_share(wrong[0])} of the groups have one reward for all completions"
-    if view.always_equal:
-        return _alert(
-            found,
-            wrong[1],
-            key="tba samples RUN",
-            why=f"every completion so far has had reward {_few(view.values('search/reward')[-1])}",
-            remedy="check the prompt format and the reward function with tba samples RUN; if both are right, "
-            "choose prompts that are sometimes solved (task.train_file)",
-        )
     return _alert(
-        found,
+        f"{_share(wrong[0])} of the groups have one reward for all completions",
         wrong[1],
         key="train.completions_per_prompt",
         why="the prompts are too hard or too easy, so these groups give no gradient",
