@@ -13,7 +13,7 @@ from tba_hpc.core import schedules
 from tba_hpc.core.ports import MEAN_REWARD, RIGHT_AND_ENDED
 from tba_hpc.core.wording import count, duration, percent
 from tba_hpc.report.curves import NAMED, NAMES
-from tba_hpc.report.data import RunData
+from tba_hpc.report.data import Counts, RunData
 from tba_hpc.report.estimates import Estimate
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
@@ -29,10 +29,11 @@ CORRECT = "correct answers"
 """Name of the share of correct answers, where the score is the mean reward."""
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Results of a run, None where not measured. Scores and perplexities are of the held-out test split.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary(Counts):
+    """Counts and results of a run, None where not measured.
 
+    Scores and perplexities are of the held-out test split.
     pass_at_1_…: share of correct answers before and after training; None if no answer can be called correct,
     see ``Evaluation.tells_correct``. evaluated_step: step of the ``after`` figures; less than ``steps`` if
     the run then went on and was stopped. test_prompts: number of prompts.
@@ -44,7 +45,6 @@ class Summary:
     without a reference model. perplexity_before is also None if another policy was the reference then.
     train_seconds: wall time of training over all attempts, including waits, but not the start of engines.
     ettr: effective training time ratio, see ``RunData.ettr``; None without a launcher's events.
-    steps, attempts, redone, shards, trajectories, tokens, duplicates, evicted, dropped: see ``Counts``.
     generated_tokens: tokens that all searchers sampled, including those of evaluations and lost work.
     searcher_seconds: seconds from first to last record, summed over all starts of all searchers.
     generated_per_searcher_second: generated tokens per such second. goodput: acknowledged tokens per such
@@ -71,19 +71,10 @@ class Summary:
     perplexity_before: float | None
     perplexity_after: float | None
     perplexity_reference: int | None
-    steps: int
     finished: bool
-    attempts: int
-    redone: int
     seed: int
     train_seconds: float
     ettr: float | None
-    shards: int
-    trajectories: int
-    tokens: int
-    duplicates: int
-    evicted: int
-    dropped: int
     generated_tokens: int
     searcher_seconds: float
     generated_per_searcher_second: float | None
