@@ -185,17 +185,19 @@ def write_comparison(path: Path, runs: Sequence[Compared]) -> None:
 
     Raises ConfigError if the file cannot be written.
     """
-    from tba_hpc.report.page import footer, template, write_html  # matplotlib costs a second
+    from tba_hpc.report.page import write_page  # matplotlib costs a second
     from tba_hpc.report.plots import overlays, run_line
 
-    text = template("compare.html.j2").render(
-        title=" · ".join(run.name for run in runs),
+    title = " · ".join(run.name for run in runs)
+    write_page(
+        path,
+        "compare.html.j2",
+        title=title,
+        subtitle=title,
         names=[run.name for run in runs],
         lines=[run_line(i) for i in range(len(runs))],
         tables=[config_rows(runs), score_rows(runs)],
         plots=overlays([run.data for run in runs], kl=share_reference(runs)),
         differences=DIFFERENCES,
         note="" if share_reference(runs) else LEFT_OUT,
-        footer=footer(),
     )
-    write_html(path, text)

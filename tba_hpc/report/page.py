@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from tba_hpc.config import Config, ConfigError, dump_config
@@ -77,7 +77,8 @@ def write_report(run: RunDir) -> Summary:
 def render(data: RunData, summary: Summary) -> str:
     """Return the page as HTML text."""
     config, begun = data.config, bool(data.step or data.searchers)
-    return template("page.html.j2").render(
+    return page_of(
+        "page.html.j2",
         title=f"{config.run.name}, seed {config.run.seed}",
         state=_state(data),
         finished=data.finished,
@@ -90,12 +91,11 @@ def render(data: RunData, summary: Summary) -> str:
         attempts=attempt_rows(data),
         faults=fault_words(data.faults),
         config=dump_config(config),
-        footer=footer(),
     )
 
 
-def template(name: str) -> Template:
-    """Load a template of this folder, which escapes values for HTML and makes control characters visible."""
+def page_of(template: str, **values: object) -> str:
+    """Fill in a template of this folder. Values are escaped, and their control characters made visible."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -103,26 +103,22 @@ def template(name: str) -> Template:
         loader=FileSystemLoader(TEMPLATES),
         finalize=_shown,
     )
-    return environment.get_template(name)
+    footer = f"tba-hpc · written {_utc(time.time())} UTC"
+    return environment.get_template(template).render(**values, footer=footer)
 
 
 def _shown(value: Any) -> Any:
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def write_html(path: Path, text: str) -> None:
-    """Write a page to the path that a user chose. Raises ConfigError if it cannot be written."""
+def write_page(path: Path, template: str, **values: object) -> None:
+    """Write ``page_of(template, …)`` where a user chose. Raises ConfigError if it cannot be written."""
     try:
-        write_atomic(path, text)
+        write_atomic(path, page_of(template, **values))
     except OSError as error:
         raise ConfigError(
             f"cannot write {path} ({error.strerror}): choose another place with --html"
         ) from None
-
-
-def footer() -> str:
-    """Return a line that says who wrote the page, and when."""
-    return f"tba-hpc · written {_utc(time.time())} UTC"
 
 
 def _state(data: RunData) -> str:

@@ -119,9 +119,11 @@ class Token(NamedTuple):
 
 def write_page(path: Path, run: RunDir, selection: Selection, decode: Decode) -> None:
     """Write a page with the samples. Raises ConfigError if ``path`` cannot be written."""
-    from tba_hpc.report.page import footer, template, write_html  # matplotlib takes a second
+    from tba_hpc.report import page  # matplotlib takes a second
 
-    text = template("samples.html.j2").render(
+    page.write_page(
+        path,
+        "samples.html.j2",
         title=f"What {run.path.name} says",
         subtitle=summary(selection),
         legend=list(_legend()) if any(s.log_ratio is not None for s in selection.samples) else [],
@@ -134,9 +136,7 @@ def write_page(path: Path, run: RunDir, selection: Selection, decode: Decode) ->
             }
             for sample in selection.samples
         ],
-        footer=footer(),
     )
-    write_html(path, text)
 
 
 def _tokens(sample: Sample, decode: Decode) -> Iterator[Token]:
