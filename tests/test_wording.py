@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tba_hpc.config import parse_config
 from tba_hpc.core.wording import count, drop_lost_output, printable, without_fail
-from tba_hpc.report.tables import Indented, Terminal, print_lines, print_rows, print_values
+from tba_hpc.report.tables import Indented, Terminal, print_lines, print_rows
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.notes import Exit
 
@@ -35,7 +35,7 @@ def test_no_text_commands_a_terminal() -> None:
         Terminal(file=io.StringIO(), width=200),
         Terminal(file=io.StringIO(), width=200, no_color=True),
     ):
-        print_values({HOSTILE: HOSTILE}, console)
+        print_lines([(HOSTILE, HOSTILE)], console)
         table = Table()
         table.add_column(Text(HOSTILE))
         console.print(table)

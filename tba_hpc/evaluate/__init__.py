@@ -15,7 +15,7 @@ from tba_hpc.core.ports import RIGHT_AND_ENDED
 from tba_hpc.core.wording import count, percent
 from tba_hpc.evaluate.measure import Decoding, Result, measure
 from tba_hpc.evaluate.target import find_target
-from tba_hpc.report.tables import NOTHING, Indented, Terminal, print_rows, print_values
+from tba_hpc.report.tables import NOTHING, Indented, Terminal, print_lines, print_rows
 
 __all__ = ["find_target", "measure", "print_result"]
 
@@ -27,7 +27,7 @@ def print_result(result: Result, *, as_json: bool = False) -> None:
         return
     asked = f"{result.task}, {result.split} split, {result.prompts:,} prompts"
     model = f"{result.model}, in {result.dtype}"
-    print_values({"model": model, "reference": result.reference, "task": asked})
+    print_lines([("model", model), ("reference", result.reference), ("task", asked)])
     print()
     decodings = [decoding for decoding in (result.single, result.sampled) if decoding]
     print_rows([row for decoding in decodings for row in _rows(decoding)])

@@ -221,15 +221,15 @@ def print_summary(run: RunDir, summary: Summary, *, as_json: bool = False) -> No
     if as_json:
         print(json.dumps(asdict(summary), indent=2))
         return
-    from tba_hpc.report.tables import print_lines, print_values
+    from tba_hpc.report.tables import print_lines
 
     if summary.steps or summary.score_before:
-        print_values({**summary_rows(summary), **_optional_rows(summary)})
+        print_lines({**summary_rows(summary), **_optional_rows(summary)}.items())
     else:
         done = count(summary.trajectories, "trajectory")
         print(f"no optimizer step was done, so there are no results yet; acknowledged: {done}")
     places = {"model": run.export, "report": run.report, "summary": run.summary}
-    lines = [("alert", sentence) for sentence in summary.alerts]
+    lines: list[tuple[str, Cell]] = [("alert", sentence) for sentence in summary.alerts]
     lines += [(name, str(path)) for name, path in places.items() if path.exists()]
     if run.export.exists():
         lines.append(("try it", f"tba ask {shlex.quote(str(run.path))} {_question(run.config().task)}"))

@@ -20,6 +20,9 @@ NOTHING = "–"
 UNWRAPPED = 100_000
 """Width of output that goes to a file or another program, in characters."""
 
+MIN_TITLE = 12
+"""Smallest width of the titles that ``print_lines`` prints, in characters."""
+
 Cell = str | int | float | bool | None
 
 
@@ -60,21 +63,12 @@ class Indented:
             yield Segment.line()
 
 
-def print_values(values: Mapping[str, Cell], console: Console | None = None) -> None:
-    """Print names and values as a table of two columns."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    for name, value in values.items():
-        table.add_row(Text(name), Text(cell_text(value)))
-    (console or Terminal()).print(table)
-
-
-def print_lines(lines: Iterable[tuple[str, str]], console: Console | None = None) -> None:
-    """Print a title and a text on each line, not wrapped: a path that is cut in two cannot be copied."""
-    out = console or Terminal()
-    for title, text in lines:
-        out.print(Text.assemble((f"{title:<12} ", "dim"), text), soft_wrap=True)
+def print_lines(lines: Iterable[tuple[str, Cell]], console: Console | None = None) -> None:
+    """Print a title and a value on each line, not wrapped: a path that is cut in two cannot be copied."""
+    out, known = console or Terminal(), list(lines)
+    width = max([MIN_TITLE, *(len(title) for title, _ in known)])
+    for title, value in known:
+        out.print(Text.assemble((f"{title:<{width}} ", "dim"), cell_text(value)), soft_wrap=True)
 
 
 def print_rows(
