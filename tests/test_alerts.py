@@ -171,7 +171,7 @@ WRONG: dict[str, Case] = {
     "Reward fell from 0.5 at step ([0-9]|1[0-9]) to 0.0.* at step": case(
         {"search/reward": lambda step: 0.5 if step < 20 else 0.03 * (step % 2)}, []
     ),
-    "4 nats less likely .* since step 38: .* Set train.objective.log_z=behaviour and "
+    "4 nats less likely .* since step 40: .* Set train.objective.log_z=behaviour and "
     "train.ratio_bound=taper, or bound exchange.max_stal": case(
         {"train/better_log_weight": after(41, -4.0, 0.5)}, evaluated({10: 0.5, 70: 0.6}), train=OLD_LOG_Z
     ),

@@ -27,10 +27,10 @@ LEAST_POINTS = 6
 """Number of points that a curve must have before a rule judges how it changes."""
 
 SMOOTH = 3
-"""Number of neighbouring points averaged to find a peak or a trough of the reward."""
+"""Number of neighbouring points of a noisy trend that are averaged before it is judged."""
 
 EARLY_STEPS = 20
-"""Number of steps over which ``sinking_answers`` averages, and that some alerts wait for."""
+"""Number of steps that some alerts wait for."""
 
 FEW_COMPLETIONS = 200
 """Number of completions below which equal rewards may be chance, in the first EARLY_STEPS. If one in ten is
@@ -158,11 +158,11 @@ def _since(points: Sequence[Point], is_wrong: Callable[[float], bool]) -> int | 
     return first
 
 
-def _smooth(points: Sequence[Point], width: int = SMOOTH) -> list[Point]:
-    """Return the mean of every ``width`` neighbouring points, at the step of their middle."""
-    windows = (points[i : i + width] for i in range(len(points) - width + 1))
+def _smooth(points: Sequence[Point]) -> list[Point]:
+    """Return the mean of every SMOOTH neighbouring points, at the step of their middle."""
+    windows = (points[i : i + SMOOTH] for i in range(len(points) - SMOOTH + 1))
     return [
-        Point(window[width // 2].step, fmean(point.value for point in window), width) for window in windows
+        Point(window[SMOOTH // 2].step, fmean(point.value for point in window), SMOOTH) for window in windows
     ]
 
 
@@ -368,14 +368,14 @@ def sinking_answers(view: View) -> Alert | None:
     The threshold is 0.03 nats per token, and at least 1 nat per completion. On data 10 to 99 steps old,
     recorded runs that learned lost less than 0.01 nats per token, and runs that failed lost 0.04 to 1.
     """
-    length = view.trends.latest("train/length")
-    means = _smooth(view.trends.better_log_weights, EARLY_STEPS)
-    if not length or not means or view.solved:
+    trends, name = view.trends, "train/better_log_weight"
+    change, length = trends.latest(name), trends.latest("train/length")
+    if change is None or not length or trends.steps < EARLY_STEPS or view.solved:
         return None
-    since = _since(means, lambda value: value < -max(1.0, 0.03 * length))
-    if since is None:
+    least = -max(1.0, 0.03 * length)
+    if change >= least:
         return None
-    train, now = view.config.train, -means[-1].value
+    train, now = view.config.train, -change
     settings = {
         "train.objective.log_z=behaviour": getattr(train.objective, "log_z", "") == "policy",
         "train.ratio_bound=taper": isinstance(train.ratio_bound, Unbounded) and train.objective.takes_bound,
@@ -385,7 +385,7 @@ def sinking_answers(view: View) -> Alert | None:
     return _alert(
         f"answers above their group's mean reward are {_few(now)} nats less likely than when sampled "
         f"({_few(now / length)} per token)",
-        since,
+        _since(_smooth(trends.trend(name)), lambda value: value < least),
         key=free[0] if free else "exchange.max_staleness",
         why="good and bad answers become less likely together, which comes before a collapse",
         remedy=f"set {' and '.join(free)}, or {bound}" if free else bound,

@@ -29,9 +29,6 @@ STEP_CURVES = tuple(name for name in CURVES if not name.startswith("search/"))
 FRESH_CURVES = tuple(name for name in CURVES if name.startswith("search/"))
 """Metrics of searchers' records. Records are weighted by their trajectories, except for OF_TIME."""
 
-NEWEST_STEPS = 120
-"""Largest length of ``Trends.better_log_weights``, in steps; an alert looks back this far."""
-
 NAMED = "search/reward/"
 """Beginning of the names of the metrics of a task's named rewards."""
 
@@ -152,17 +149,15 @@ def _curves() -> dict[str, Curve]:
 class Trends:
     """Curves of a run by name of the metric, and counts over all of its attempts.
 
-    better_log_weights: train/better_log_weight of the newest steps. first_log_ratio: train/log_ratio of the
-    first step; None before this step, or if train/reference_power is not 1 there. steps: optimizer steps
-    done. begun: steps that were done when the present attempt began. last_skip: the last skipped step, None
-    if there is none. trajectories: completions that searchers scored. rejected: trajectories set aside, since
-    they have no usable reward. rejected_before: those of them that earlier attempts set aside. nan_groups:
-    groups sampled again, since a log-probability was NaN. graded: whether some reward was neither 0 nor 1.
-    skips: counter of skipped steps.
+    first_log_ratio: train/log_ratio of the first step; None before this step, or if
+    train/reference_power is not 1 there. steps: optimizer steps done. begun: steps that were done when the present attempt began.
+    last_skip: the last skipped step, None if there is none. trajectories: completions that searchers scored.
+    rejected: trajectories set aside, since they have no usable reward. rejected_before: those of them that
+    earlier attempts set aside. nan_groups: groups sampled again, since a log-probability was NaN. graded:
+    whether some reward was neither 0 nor 1. skips: counter of skipped steps.
     """
 
     curves: dict[str, Curve] = field(default_factory=_curves)
-    better_log_weights: list[Point] = field(default_factory=list)
     first_log_ratio: float | None = None
     steps: int = 0
     begun: int = 0
@@ -186,15 +181,11 @@ class Trends:
         self.last_skip = step if skipped else self.last_skip
         if step == 1 and number(record, "train/reference_power", 1.0) == 1.0:
             self.first_log_ratio = number(record, "train/log_ratio")
-        if (log_weight := number(record, "train/better_log_weight")) is not None:
-            newest = Point(step, log_weight, 1.0)
-            self.better_log_weights = [*self.better_log_weights, newest][-NEWEST_STEPS:]
         for name in STEP_CURVES:
             self._follow(name, record, step, 1.0)
 
     def _go_back(self, step: int) -> None:
         self.steps = self.begun = min(self.steps, step)
-        self.better_log_weights = [point for point in self.better_log_weights if point.step <= step]
         for name in STEP_CURVES:
             self.curves[name].cut(step)
 
