@@ -17,7 +17,7 @@ from tba_hpc.config import Config, parse_config
 from tba_hpc.core.ports import MEAN_REWARD
 from tba_hpc.report.alerts import EARLY_STEPS, Alert, View, alerts, line, sinking_answers, waiting_trainer
 from tba_hpc.report.curves import Curve, Trends
-from tba_hpc.report.digest import SearcherDigest
+from tba_hpc.report.digest import SearcherDigest, TrainerDigest
 from tba_hpc.run.evaluations import Evaluation
 
 STEPS = 80
@@ -61,21 +61,21 @@ EXPLORING: Values = {"search/entropy": lambda step: 0.4}
 AS_SAMPLED = {"duplicates": "none", "reward_temperature": None}
 
 
-def trends_of(values: Values, *, searchers: int = 2) -> Trends:
+def trainer_of(values: Values, *, searchers: int = 2) -> TrainerDigest:
     """As if a run had these values at every step, and of every version."""
-    trends = Trends()
-    digests = [SearcherDigest(index, trends) for index in range(searchers)]
-    trends.take({"time": 0.0, "event": "started", "step": 0})
+    trainer = TrainerDigest()
+    digests = [SearcherDigest(index, trainer.trends) for index in range(searchers)]
+    trainer.take({"time": 0.0, "event": "started", "step": 0})
     for step in range(STEPS + 1):
         at = {name: value for name, of in values.items() if (value := of(step)) is not None}
         fresh = {name: value for name, value in at.items() if name.startswith("search/")}
-        trainer = {name: value for name, value in at.items() if name not in fresh}
+        own = {name: value for name, value in at.items() if name not in fresh}
         if step:
-            trends.take({"time": float(step), "step": step, **trainer})
+            trainer.take({"time": float(step), "step": step, **own})
         for searcher in range(searchers):
             record = {"search/version": step, "search/trajectories": 100, **fresh}
             digests[searcher].take({"time": float(step), **record})
-    return trends
+    return trainer
 
 
 def evaluated(scores: Mapping[int, float], total: int = 128) -> list[Evaluation]:
@@ -96,13 +96,13 @@ SOLVED = evaluated({10: 0.6, 20: 0.8, 40: 0.97, 70: 0.96})
 def alerted(changes: Values, scores: list[Evaluation] | None = None, **sections: Any) -> list[str]:
     """Sentences about a run that is healthy but for ``changes``."""
     found = alerts(
-        trends_of({**HEALTHY, **changes}), config(**sections), SOLVED if scores is None else scores
+        trainer_of({**HEALTHY, **changes}), config(**sections), SOLVED if scores is None else scores
     )
     return [alert.sentence for alert in found]
 
 
 def test_a_healthy_run_raises_no_alert_nor_one_that_has_not_begun() -> None:
-    assert alerted({}) == alerts(Trends(), config(), []) == []
+    assert alerted({}) == alerts(TrainerDigest(), config(), []) == []
 
 
 def after(step: int, value: float, before: float) -> Callable[[int], float]:
@@ -284,42 +284,34 @@ def test_what_is_meant_so_raises_no_alert(meant: Case) -> None:
 
 def test_the_first_wait_of_an_attempt_is_not_judged_before_a_minute_and_20_steps() -> None:
     """A resume begins with a wait for new shards, which is most of its first seconds."""
-    trends, settings = Trends(), config()
+    trainer, settings, clock = TrainerDigest(), config(), 0.0
 
     def alerted_at(steps: range, seconds: float) -> list[int]:
+        nonlocal clock
         found = []
         for step in steps:
-            trends.take({"step": step, "train/wait_share": 0.7, "time/step_seconds": seconds})
-            found += [step] * bool(waiting_trainer(View(trends, settings, [])))
+            clock += seconds
+            record = {"step": step, "train/wait_share": 0.7, "time/step_seconds": seconds}
+            trainer.take({"time": clock, **record})
+            found += [step] * bool(waiting_trainer(View(trainer, settings, [])))
         return found
 
-    trends.take({"event": "started", "step": 0})
+    trainer.take({"event": "started", "step": 0})
     assert alerted_at(range(1, 81), 2.0) == [*range(30, 81)]
-    trends.take({"event": "resumed", "step": 50})
+    trainer.take({"event": "resumed", "step": 50})
     assert alerted_at(range(51, 120), 0.5) == []  # 35 s
-    trends.take({"event": "resumed", "step": 100})
+    trainer.take({"event": "resumed", "step": 100})
     assert alerted_at(range(101, 125), 9.0) == [*range(120, 125)]
-    trends.take({"event": "resumed", "step": 124})
+    trainer.take({"event": "resumed", "step": 124})
     assert alerted_at(range(125, 140), 300.0) == [*range(130, 140)]  # half an hour is enough
 
 
-def test_the_time_of_an_attempt_is_known_though_a_point_of_a_curve_has_64_steps() -> None:
-    trends = Trends()
-    trends.take({"event": "started", "step": 0})
-    for step in range(1, 9001):
-        trends.take({"step": step, "time/step_seconds": 9.0})
-    trends.take({"event": "resumed", "step": 8970})
-    for step in range(8971, 8991):
-        trends.take({"step": step, "time/step_seconds": 9.0})
-    assert trends.attempt_seconds == pytest.approx(180)
-
-
 def test_a_handful_of_equal_groups_before_training_is_no_alert() -> None:
-    trends, settings = Trends(), config(task={"name": "jsonl"})
+    trainer, settings = TrainerDigest(), config(task={"name": "jsonl"})
     equal = {"search/version": 0, "search/trajectories": 20, "search/reward": 0.0, "search/flat_groups": 1.0}
     for records in range(1, 12):
-        trends.take_search(equal)
-        assert bool(alerts(trends, settings, [])) == (records >= 10)
+        trainer.trends.take_search(equal)
+        assert bool(alerts(trainer, settings, [])) == (records >= 10)
 
 
 def test_a_reward_that_never_changed_is_looked_at_before_the_prompts() -> None:
@@ -333,7 +325,7 @@ def test_a_reward_that_never_changed_is_looked_at_before_the_prompts() -> None:
 
 def test_the_log_says_why_trajectories_were_set_aside() -> None:
     """Of conversations single ones may fail; both lengths name the command that shows the log."""
-    rejected = trends_of({**HEALTHY, "search/rejected": lambda step: 10 * step})
+    rejected = trainer_of({**HEALTHY, "search/rejected": lambda step: 10 * step})
     for name in ("gsm8k", "agent"):
         (alert,) = alerts(rejected, config(task={"name": name}), SOLVED)
         assert alert.short.endswith("set aside without a reward (see tba logs RUN --rank searcher-0)")
@@ -349,9 +341,9 @@ def test_what_an_earlier_start_set_aside_is_told_as_such() -> None:
     for rejected in (7, 0, 2):
         searcher.take({"event": "started"})
         searcher.take({"search/version": 0, "search/trajectories": 0, "search/rejected": rejected})
-        all_searchers = Trends()
-        all_searchers.add(searcher.trends)
-        said += [alert.short.partition(" (see")[0] for alert in alerts(all_searchers, config(), [])]
+        trainer = TrainerDigest()
+        trainer.trends.add(searcher.trends)
+        said += [alert.short.partition(" (see")[0] for alert in alerts(trainer, config(), [])]
     aside = "trajectories (100 %) set aside without a reward"
     assert said == [f"7 {aside}", f"7 {aside}, none since the last start", f"9 {aside}"]
 
@@ -407,7 +399,7 @@ def test_what_follows_from_something_else_is_not_blamed(
 
 def test_a_line_has_room_for_the_three_worst() -> None:
     found = alerts(
-        trends_of(
+        trainer_of(
             {
                 **HEALTHY,
                 "search/reward": lambda step: 0.0,
@@ -439,13 +431,13 @@ WELL = [name for name in RUNS if name not in SPOILED]
 
 def views(name: str) -> Iterator[View]:
     """What there is to see after each step."""
-    run, trends = RUNS[name], Trends()
+    run, trainer = RUNS[name], TrainerDigest()
     tree = {"model": {"path": "m"}, "train": {"steps": len(run["series"]["reward"])}}
     settings = parse_config(tree, run["overrides"])
     for step in range(1, settings.train.steps + 1):
         known = {f"train/{figure}": values[step - 1] for figure, values in run["series"].items()}
-        trends.take({"step": step, "train/length": run["length"], **known})
-        yield View(trends, settings, scored_until(run, step))
+        trainer.take({"step": step, "train/length": run["length"], **known})
+        yield View(trainer, settings, scored_until(run, step))
 
 
 def scored_until(run: dict[str, Any], until: int) -> list[Evaluation]:
@@ -464,7 +456,7 @@ def fall(name: str) -> int:
 
 def first(check: Callable[[View], Alert | None], name: str) -> int:
     """The step after which an alarm rings."""
-    return next(view.trends.steps for view in views(name) if check(view))
+    return next(view.trainer.step for view in views(name) if check(view))
 
 
 def test_answers_are_seen_to_sink_well_before_the_rewards_of_a_collapse_fall() -> None:
@@ -477,18 +469,18 @@ def test_answers_are_seen_to_sink_where_old_data_keep_a_run_from_learning() -> N
 
 @pytest.mark.parametrize("name", WELL)
 def test_runs_that_learn_from_data_of_any_age_raise_none(name: str) -> None:
-    assert not any(alerts(view.trends, view.config, view.evaluations) for view in views(name))
+    assert not any(alerts(view.trainer, view.config, view.evaluations) for view in views(name))
 
 
 def test_a_resume_forgets_the_steps_that_it_takes_back() -> None:
     """So a run that goes on from before it was spoiled begins without an alarm."""
-    trends = Trends()
+    trainer = TrainerDigest()
     for step in range(1, 61):
         drift = -9.0 if step > 30 else 0.0
-        trends.take({"step": step, "train/length": 10.0, "train/better_log_weight": drift})
-    spoiled = View(trends, parse_config({"model": {"path": "m"}}), [])
+        trainer.take({"step": step, "train/length": 10.0, "train/better_log_weight": drift})
+    spoiled = View(trainer, parse_config({"model": {"path": "m"}}), [])
     assert sinking_answers(spoiled)
-    trends.take({"event": "resumed", "step": 30})
+    trainer.take({"event": "resumed", "step": 30})
     assert not sinking_answers(spoiled)
 
 

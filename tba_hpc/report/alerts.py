@@ -18,6 +18,7 @@ from tba_hpc.config.variants import RatioWeighted, Unbounded
 from tba_hpc.core.schedules import reference_power
 from tba_hpc.core.wording import count
 from tba_hpc.report.curves import Point, Trends
+from tba_hpc.report.digest import TrainerDigest
 from tba_hpc.run.evaluations import Evaluation
 
 SHOWN = 3
@@ -67,9 +68,14 @@ class Alert:
 class View:
     """Data that a rule looks at. evaluations: complete evaluations of both splits, in any order."""
 
-    trends: Trends
+    trainer: TrainerDigest
     config: Config
     evaluations: Sequence[Evaluation]
+
+    @property
+    def trends(self) -> Trends:
+        """Curves and counts of trainer and searchers."""
+        return self.trainer.trends
 
     @property
     def by_step(self) -> list[Evaluation]:
@@ -100,7 +106,7 @@ class View:
     @property
     def is_early(self) -> bool:
         """True while equal rewards may be chance: there were few completions, and few steps."""
-        return self.trends.trajectories < FEW_COMPLETIONS and self.trends.steps < EARLY_STEPS
+        return self.trends.trajectories < FEW_COMPLETIONS and self.trainer.step < EARLY_STEPS
 
     @property
     def synchronous(self) -> bool:
@@ -125,9 +131,9 @@ class View:
         return (now, since) if now is not None and since is not None and is_wrong(now) else None
 
 
-def alerts(trends: Trends, config: Config, evaluations: Sequence[Evaluation]) -> list[Alert]:
+def alerts(trainer: TrainerDigest, config: Config, evaluations: Sequence[Evaluation]) -> list[Alert]:
     """Return the alerts that a run raises, the worst first."""
-    view = View(trends, config, evaluations)
+    view = View(trainer, config, evaluations)
     return [alert for rule in RULES if (alert := rule(view))]
 
 
@@ -180,10 +186,10 @@ def _share(value: float) -> str:
 
 def skipped_steps(view: View) -> Alert | None:
     """Alert if optimizer steps were skipped because the loss or gradient norm was not finite."""
-    trends = view.trends
-    if not trends.skipped:
+    skipped, steps, last = view.trends.skipped, view.trainer.step, view.trends.last_skip
+    if not skipped:
         return None
-    found = f"{trends.skipped} of {trends.steps} optimizer steps skipped, the last at step {trends.last_skip}"
+    found = f"{skipped} of {steps} optimizer steps skipped, the last at step {last}"
     if (
         most := max(map(abs, [*view.values("search/reward"), *view.values("train/reward")]), default=0)
     ) > HUGE:
@@ -370,7 +376,7 @@ def sinking_answers(view: View) -> Alert | None:
     """
     trends, name = view.trends, "train/better_log_weight"
     change, length = trends.latest(name), trends.latest("train/length")
-    if change is None or not length or trends.steps < EARLY_STEPS or view.solved:
+    if change is None or not length or view.trainer.step < EARLY_STEPS or view.solved:
         return None
     least = -max(1.0, 0.03 * length)
     if change >= least:
@@ -470,15 +476,15 @@ def first_samples(view: View) -> Alert | None:
     If all data were the initial model's, their mean age would be half of the steps. Data drawn evenly from
     all that was ever sampled would have half of that age. The threshold lies in between.
     """
-    trends, ages = view.trends, view.values("staleness/mean")
-    age = trends.curves["staleness/mean"].mean
+    steps, ages = view.trainer.step, view.values("staleness/mean")
+    age = view.trends.curves["staleness/mean"].mean
     early = max(EARLY_STEPS, view.config.train.steps // 5)  # at first, most data are early
-    if age is None or trends.steps < early or view.config.exchange.max_staleness is not None:
+    if age is None or steps < early or view.config.exchange.max_staleness is not None:
         return None
-    if age <= 0.35 * trends.steps or ages[0] > age:  # ages fall in a replay ``at_once``
+    if age <= 0.35 * steps or ages[0] > age:  # ages fall in a replay ``at_once``
         return None
     return _alert(
-        f"data were {_few(age)} steps old on average over {trends.steps} steps",
+        f"data were {_few(age)} steps old on average over {steps} steps",
         key="exchange.max_staleness",
         why="steps were faster than completions, so most of what they learned from was sampled by the first "
         "weights",
@@ -574,7 +580,8 @@ def waiting_trainer(view: View) -> Alert | None:
     share = view.values("train/wait_share")[-1:]
     if not share or share[0] <= 0.5 or view.synchronous or slow_reward(view):  # a slow reward explains it
         return None
-    steps, seconds = view.trends.steps - view.trends.begun, view.trends.attempt_seconds
+    attempt = view.trainer.stretches[-1]
+    steps, seconds = view.trainer.step - attempt.first, attempt.end - attempt.start
     if seconds < WAIT_SECONDS or steps < (EARLY_STEPS if seconds < LONG_SECONDS else LEAST_POINTS):
         return None
     limits = "exchange.max_staleness or buffer.replay_limit if one of these limits"

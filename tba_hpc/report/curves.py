@@ -149,18 +149,15 @@ def _curves() -> dict[str, Curve]:
 class Trends:
     """Curves of a run by name of the metric, and counts over all of its attempts.
 
-    first_log_ratio: train/log_ratio of the first step; None before this step, or if
-    train/reference_power is not 1 there. steps: optimizer steps done. begun: steps that were done when the present attempt began.
-    last_skip: the last skipped step, None if there is none. trajectories: completions that searchers scored.
-    rejected: trajectories set aside, since they have no usable reward. rejected_before: those of them that
-    earlier attempts set aside. nan_groups: groups sampled again, since a log-probability was NaN. graded:
-    whether some reward was neither 0 nor 1. skips: counter of skipped steps.
+    first_log_ratio: train/log_ratio of the first step; None before this step, or if train/reference_power is
+    not 1 there. last_skip: the last skipped step, None if there is none. trajectories: completions that
+    searchers scored. rejected: trajectories set aside, since they have no usable reward. rejected_before:
+    those of them that earlier attempts set aside. nan_groups: groups sampled again, since a log-probability
+    was NaN. graded: whether some reward was neither 0 nor 1. skips: counter of skipped steps.
     """
 
     curves: dict[str, Curve] = field(default_factory=_curves)
     first_log_ratio: float | None = None
-    steps: int = 0
-    begun: int = 0
     last_skip: int | None = None
     trajectories: int = 0
     rejected: int = 0
@@ -174,20 +171,15 @@ class Trends:
         skipped = self.skips.take(record)
         step = int(number(record, "step", 0))
         if record.get("event") in STARTS:
-            self._go_back(step)
+            for name in STEP_CURVES:
+                self.curves[name].cut(step)
         if "event" in record:
             return
-        self.steps = max(self.steps, step)
         self.last_skip = step if skipped else self.last_skip
         if step == 1 and number(record, "train/reference_power", 1.0) == 1.0:
             self.first_log_ratio = number(record, "train/log_ratio")
         for name in STEP_CURVES:
             self._follow(name, record, step, 1.0)
-
-    def _go_back(self, step: int) -> None:
-        self.steps = self.begun = min(self.steps, step)
-        for name in STEP_CURVES:
-            self.curves[name].cut(step)
 
     def take_search(self, record: Record) -> None:
         """Add a record of a searcher, at the step of the weights that the searcher used."""
@@ -228,11 +220,6 @@ class Trends:
     def skipped(self) -> int:
         """Number of skipped optimizer steps in all attempts."""
         return self.skips.total
-
-    @property
-    def attempt_seconds(self) -> float:
-        """Approximate wall time of the present attempt's steps, in seconds, if all were like the newest."""
-        return (self.curves["time/step_seconds"].latest or 0.0) * (self.steps - self.begun)
 
     def trend(self, name: str) -> list[Point]:
         """Return at most TREND_POINTS points of a metric, ordered by step."""

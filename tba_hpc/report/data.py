@@ -151,7 +151,7 @@ class RunData:
     @property
     def alerts(self) -> list[Alert]:
         """Current alerts, the worst first."""
-        return alerts(self.trends, self.config, list(self.evaluations.values()))
+        return alerts(self.trainer, self.config, list(self.evaluations.values()))
 
     def evaluated(self, split: Split) -> list[Evaluation]:
         """Return the complete evaluations of a split, ordered by step."""
