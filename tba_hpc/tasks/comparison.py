@@ -4,6 +4,8 @@ Whole texts are compared first, then their parts: lists, relations, words, quant
 last, with math-verify's parser and sympy. math-verify's own comparison is not used, because it is too
 lenient. It accepts the last side of an equation as the answer, letters in any order as a word, and numbers
 that agree to six decimals.
+
+The parser and sympy are slow to import, so only the process that compares imports this module.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ import random
 import re
 from fractions import Fraction
 from typing import Any
+
+import sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
 from tba_hpc.tasks import notation
 from tba_hpc.tasks.notation import Listing, Quantity, listing, pieces, quantity
@@ -253,8 +258,6 @@ def _near(text: str, decimal: str) -> bool:
 
 def _number(text: str) -> Any:
     """Return a text's value, to 50 digits, as a rational number. Raises ValueError if it is not real."""
-    import sympy
-
     found = sympy.N(_value(text), 50)
     if not found.is_real:
         raise ValueError(text)
@@ -277,8 +280,6 @@ def _region(sides: list[str], signs: list[str]) -> str | None:
 
 def _same_condition(given: list[str], given_sign: str, gold: list[str], gold_sign: str) -> bool:
     """Return whether one relation, with its two sides and its sign, is a multiple of the other."""
-    import sympy
-
     left, right = (_value(sides[0]) - _value(sides[1]) for sides in (given, gold))
     ratio = sympy.simplify(left / right)
     if not ratio.is_number or ratio.is_zero or not ratio.is_finite:
@@ -347,9 +348,6 @@ UNREAD = re.compile(
 
 def _value(text: str) -> Any:
     """Parse an expression with math-verify's parser. Raises the parser's errors, or ValueError."""
-    import sympy
-    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
-
     text = notation.exact(text)
     if UNREAD.search(text):
         raise ValueError(f"no value: {text}")
@@ -368,8 +366,6 @@ def _value(text: str) -> Any:
 
 
 def _equal_values(a: Any, b: Any) -> bool:
-    import sympy
-
     if isinstance(a, sympy.MatrixBase) or isinstance(b, sympy.MatrixBase):
         same_shape = getattr(a, "shape", None) == getattr(b, "shape", None)
         return same_shape and all(map(_equal_values, a, b))
@@ -385,8 +381,6 @@ def _points(symbols: set[Any]) -> list[dict[Any, Any]]:
 
     Expressions that agree at all these points are taken as equal.
     """
-    import sympy
-
     draw, names = random.Random(0), sorted(symbols, key=str)
     return [
         {
@@ -402,8 +396,6 @@ def _close(a: Any, b: Any) -> bool:
 
     If one of them is not a finite number, sympy must simplify the difference to 0.
     """
-    import sympy
-
     first, second = (sympy.N(value, 2 * DIGITS, maxn=1000) for value in (a, b))
     if not (first.is_number and second.is_number and first.is_finite and second.is_finite):
         return bool(sympy.simplify(a - b) == 0)

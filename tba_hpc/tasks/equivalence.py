@@ -13,8 +13,6 @@ import resource
 from contextlib import suppress
 from multiprocessing.pool import Pool
 
-from tba_hpc.tasks import comparison
-
 log = logging.getLogger(__name__)
 
 STEP_SECONDS = 3
@@ -86,7 +84,9 @@ def _begin() -> None:
 def _equal(answer: str, target: str, seconds: int = STEP_SECONDS) -> bool:
     """Compare two answers within the worker. False if one cannot be read, or after ``seconds``."""
     from math_verify.errors import TimeoutException
-    from math_verify.utils import timeout  # slow to import
+    from math_verify.utils import timeout
+
+    from tba_hpc.tasks import comparison  # slow to import, like math_verify
 
     try:
         return timeout(seconds)(comparison.equal)(answer, target)
