@@ -357,8 +357,7 @@ def test_what_het_jobs_and_requeues_need_of_a_cluster(
 
 def test_a_job_that_slurm_will_not_requeue_is_a_warning() -> None:
     def check(requeue: str, *, asked: bool = True) -> list[Finding]:
-        facts = Facts(site=Site(requeue=asked), job={"Requeue": requeue})
-        return list(slurm_checks.check_job_requeue(facts))
+        return list(slurm_checks.judge_job_requeue(Site(requeue=asked), {"Requeue": requeue}))
 
     assert check("1") == check("0", asked=False) == []
     _says(check("0"), "warning", "Requeue=0", "requeue: false")

@@ -135,8 +135,6 @@ class Facts:
     """MPI library that ranks load."""
     no_library: str = ""
     """Reason why no MPI library can be loaded."""
-    job: Mapping[str, str] = field(default_factory=dict)
-    """Fields of a job that Slurm has accepted, as ``scontrol show job`` names them."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """Environment variables of the ranks."""
     given: Mapping[str, str] = field(default_factory=dict)
@@ -147,11 +145,6 @@ class Facts:
     """Folder of the config file, with modules that the config may name."""
     seconds: float = 60.0
     """Timeout of the check of the task, s. It takes a few seconds, but longer on a busy machine."""
-
-    @property
-    def on_login_node(self) -> bool:
-        """True if ranks run as a Slurm job, on other machines."""
-        return self.slurm is not None
 
     @property
     def alone(self) -> bool:

@@ -50,7 +50,7 @@ def check_engine(facts: Facts) -> Iterator[Finding]:
     if facts.in_container or (facts.config and is_own(facts.config.model.path)):
         return
     if library := missing_library():
-        level: Level = "warning" if facts.on_login_node else "problem"
+        level: Level = "warning" if facts.slurm else "problem"
         found = f"vLLM needs {library}, which this machine lacks"
         yield Finding("engine", level, found, REMEDIES[library])
 

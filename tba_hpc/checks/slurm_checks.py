@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from tba_hpc.checks.facts import Facts, Finding, ok, problem, warning
-from tba_hpc.launch.plan import slurm_seconds
+from tba_hpc.launch.plan import Site, slurm_seconds
 from tba_hpc.run.slurm_queue import mebibytes
 
 OURS = re.compile(r"--(comment|output|open-mode|signal|no-requeue)\b|-o\b")
@@ -122,9 +122,12 @@ def check_requeue(facts: Facts) -> Iterator[Finding]:
         yield ok("requeue", "allowed")
 
 
-def check_job_requeue(facts: Facts) -> Iterator[Finding]:
-    """Check that Slurm lets a submitted job requeue itself, if the job requested it."""
-    if facts.site.requeue and facts.job.get("Requeue") == "0":
+def judge_job_requeue(site: Site, job: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield a finding if Slurm does not let a submitted job requeue itself, although the job requested it.
+
+    job: fields of the job, as ``scontrol show job`` names them.
+    """
+    if site.requeue and job.get("Requeue") == "0":
         yield warning(
             "requeue",
             "Slurm has set Requeue=0 for a job submitted with --requeue, so that its first stop ends it",

@@ -18,8 +18,8 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from tba_hpc.checks import folders, gpus, network
-from tba_hpc.checks.facts import Facts, Finding, ok, problem, warning
-from tba_hpc.checks.slurm_checks import check_job_requeue
+from tba_hpc.checks.facts import Finding, ok, problem, warning
+from tba_hpc.checks.slurm_checks import judge_job_requeue
 from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import slurm
 from tba_hpc.launch.component_nodes import separate_nodes
@@ -135,7 +135,7 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
     except slurm.SubmitError as error:
         shutil.rmtree(run.path)
         return [problem(TITLE, str(error), "correct the site file")]
-    facts = Facts(site=site, job=slurm_queue.job_fields(job))
+    accepted = slurm_queue.job_fields(job)
     try:
         late = _wait(run, job, seconds)
     finally:
@@ -154,7 +154,7 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
         *findings,
         *_of_nodes(left),
         *folders.judge_clocks(stamps),
-        *check_job_requeue(facts),
+        *judge_job_requeue(site, accepted),
         *(world or []),
     ]
 

@@ -19,7 +19,7 @@ from typing import Any
 from tba_hpc.checks.facts import Facts, Finding, SlurmFacts, job_environment, refuse, warning
 from tba_hpc.checks.lists import ELASTIC, SUBMIT
 from tba_hpc.checks.mpi_checks import find_library
-from tba_hpc.checks.slurm_checks import check_job_requeue
+from tba_hpc.checks.slurm_checks import judge_job_requeue
 from tba_hpc.commands.submission import Submission, again, last_job, prepare, script_of
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.core.wording import count
@@ -248,7 +248,7 @@ def _done(ready: Ready, job: str | None) -> dict[str, Any]:
     """
     warnings = [*ready.warnings, *_left_out(ready.script())]
     if job:
-        warnings += check_job_requeue(Facts(site=ready.site, job=slurm_queue.job_fields(job)))
+        warnings += judge_job_requeue(ready.site, slurm_queue.job_fields(job))
     return {
         "job": job,
         "jobs": slurm_queue.jobs_of(ready.run) if job else [],
