@@ -79,8 +79,12 @@ class FieldArguments:
                 raise LackingError(self._key, name, TRL_PASSES if name in OF_TRL else known)
 
     def of(self, row: Fields) -> dict[str, object]:
-        """Return the fields that the function takes, as copies, so that it cannot change the row."""
-        return {name: deepcopy(row[name]) for name in row if self._takes_all or name in self.names}
+        """Return the fields that the function takes, as copies, so that it cannot change the row.
+
+        A field with the name of the function's first argument is left out.
+        """
+        taken = (name for name in row if self._takes_all or name in self.names)
+        return {name: deepcopy(row[name]) for name in taken if name != self.first}
 
 
 def as_text(value: object) -> str:

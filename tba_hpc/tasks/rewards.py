@@ -126,7 +126,7 @@ class Function:
         ``seconds``, does not return numbers, is refused because of its arguments, or handles signals, which
         only a main thread can do.
         """
-        sizes = [len(value) for value in self._fields(fields).values() if isinstance(value, SEQUENCES)]
+        sizes = [len(value) for value in self.arguments.of(fields).values() if isinstance(value, SEQUENCES)]
         longest = max(sizes, default=0)
         several = min(1 + longest, TRIAL_COMPLETIONS) if self._together else 1
         succeeded = self._first_call([(fields, "")] * several, seconds)
@@ -189,11 +189,11 @@ class Function:
                 for _, group in groupby(answers, lambda answer: id(answer[0]))
                 for reward in self._rewards(list(group))
             ]
-        return [self._number(self._call(text, **self._fields(row))) for row, text in answers]
+        return [self._number(self._call(text, **self.arguments.of(row))) for row, text in answers]
 
     def _rewards(self, answers: Sequence[Answer]) -> list[float]:
         """Return the rewards of answers to one prompt."""
-        found = self._call([text for _, text in answers], **self._fields(answers[0][0]))
+        found = self._call([text for _, text in answers], **self.arguments.of(answers[0][0]))
         if isinstance(found, NO_LISTS) or not hasattr(found, "__iter__"):
             raise NoNumberError(
                 f"{self.key} gave {reprlib.repr(found)}, which is not a list of numbers: {GIVE}"
@@ -215,10 +215,6 @@ class Function:
             f"{self.key} gave {reprlib.repr(reward)}, which is not a number: {GIVE} (float('nan') sets one "
             "completion aside)"
         )
-
-    def _fields(self, row: Fields) -> Fields:
-        """Return copies of the fields that the function takes, without one named as its first argument."""
-        return {name: value for name, value in self.arguments.of(row).items() if name != self.arguments.first}
 
 
 CALL_REFUSED = re.compile(r"required (?:positional|keyword-only) argument|unexpected keyword argument")
