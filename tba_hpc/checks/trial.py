@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -90,13 +90,11 @@ def write_findings(run: RunDir, name: str, findings: list[Finding]) -> None:
     write_atomic(run.attempt / f"findings-{name}.json", _FINDINGS.dump_json(findings).decode())
 
 
-def prepare(
-    site: Site, root: Path, model: str | None, *, lay_out: Callable[[Plan, Site], Plan] | None = None
-) -> tuple[Config, Plan, str]:
+def prepare(site: Site, root: Path, model: str | None, *, separate: bool = False) -> tuple[Config, Plan, str]:
     """Return the config, plan and batch script of a trial.
 
-    root: folder of runs. model: path or name of the policy that nodes look for, or None. lay_out:
-    chooses the nodes that each component of a het job may get; None leaves that to Slurm.
+    root: folder of runs. model: path or name of the policy that nodes look for, or None. separate: whether to
+    choose the nodes that each component of a het job may get, as for a run, which asks Slurm.
     """
     tree: dict[str, dict[str, object]] = {
         "run": {"name": f"doctor-{os.getpid()}-{site.mpi or 'default'}", "root": str(root.absolute())},
@@ -104,7 +102,7 @@ def prepare(
         "train": {"prompts_per_step": PROMPTS},
     }
     split = plan(parse_config(tree), site, NODES)
-    split = lay_out(split, site) if lay_out else split
+    split = separate_nodes(split, site) if separate else split
     tree["launch"] = {
         "trainers": split.trainer.ranks,
         "searchers": split.searcher.ranks,
@@ -126,7 +124,7 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
     The first finding says whether its ranks formed one MPI world. Raises ConfigError if ``root`` is not
     writable, and SlurmError if Slurm does not answer.
     """
-    config, split, script = prepare(site.model_copy(update=SHORT), root, model, lay_out=separate_nodes)
+    config, split, script = prepare(site.model_copy(update=SHORT), root, model, separate=True)
     run = RunDir.create(config)
     write_atomic(run.path / "site.json", site.model_dump_json())
     try:
