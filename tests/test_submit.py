@@ -8,12 +8,12 @@ import pytest
 from recorded import new_run
 
 from tba_hpc.checks.facts import Facts, SlurmFacts
+from tba_hpc.checks.slurm_checks import check_time
 from tba_hpc.commands.submission import Submission, again
 from tba_hpc.commands.submit import (
     Ready,
     _left_out,
     _require_partition,
-    _short_time,
     _slots_in_use,
     _submit,
     submit_elastic,
@@ -107,9 +107,9 @@ def test_what_a_shell_says_of_jobs_is_said_to_be_left_out(monkeypatch: pytest.Mo
 
 
 def test_a_time_that_is_short_for_a_start_is_said_so() -> None:
-    (finding,) = _short_time(Site(time="5", signal_seconds=60))
+    (finding,) = check_time(Facts(site=Site(time="5", signal_seconds=60)))
     assert finding.sentence.startswith("time=5 leaves only 180 s to start engines and train: ask for more")
-    assert _short_time(Site(time="10", signal_seconds=60)) == []
+    assert list(check_time(Facts(site=Site(time="10", signal_seconds=60)))) == []
 
 
 def test_searchers_that_would_find_no_slot_are_counted(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ START = (config_checks.check_hub, *RUN)
 """Checks before ``tba run`` starts ranks, besides FILES."""
 
 SUBMIT = (
+    slurm_checks.check_time,
     *FILES,
     slurm_checks.check_mpi_plugin,
     slurm_checks.check_het_jobs,

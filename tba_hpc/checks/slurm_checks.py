@@ -13,6 +13,9 @@ from tba_hpc.run.slurm_queue import mebibytes
 OURS = re.compile(r"--(comment|output|open-mode|signal|no-requeue)\b|-o\b")
 """Pattern of options of sbatch that batch scripts themselves set."""
 
+SHORT_SECONDS = 300
+"""Seconds from a job's start until it is asked to stop; with fewer, large engines may seal no shard."""
+
 CLUSTERS = re.compile(r"(?:-M\s*|--clusters?[=\s]\s*)(\S+)")
 """Pattern of the sbatch option that sends a job to another cluster, with the cluster's name."""
 
@@ -76,6 +79,14 @@ def check_cluster(facts: Facts) -> Iterator[Finding]:
     if named and here != named:
         found = f"jobs go to the cluster {named} (--clusters), but squeue, scontrol and scancel ask this one"
         yield warning("cluster", found, f"type 'export SLURM_CLUSTERS={named}' instead, which all obey")
+
+
+def check_time(facts: Facts) -> Iterator[Finding]:
+    """Check that a job does not end before its engines are ready."""
+    site = facts.site
+    if site.seconds_to_train < SHORT_SECONDS:
+        found = f"time={site.time} leaves only {site.seconds_to_train:.0f} s to start engines and train"
+        yield warning("time", found, "ask for more: the run is given up if several starts seal no shard")
 
 
 def check_variables(facts: Facts) -> Iterator[Finding]:

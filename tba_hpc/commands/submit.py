@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,6 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.notes import rank_name
 from tba_hpc.run.owners import holders, refuse_owned
-
-SHORT_SECONDS = 300
-"""Seconds from a job's start until it is asked to stop; with fewer, large engines may seal no shard."""
 
 NOT_SUBMITTED = "finished"
 """Text instead of a job's id for a finished run."""
@@ -80,12 +77,11 @@ def submit(submissions: Sequence[Submission], *, wait: bool, as_json: bool) -> b
     paths = [one.run.path for one in ready]
     if twin := next((path for path in paths if paths.count(path) > 1), None):
         raise ConfigError(f"two of these would be the run {twin}: give one config another run.name")
-    jobs: list[str | None] = []
     done: list[dict[str, Any]] = []
     try:
         for place, one in enumerate(ready):
-            jobs.append(_submit_one_of(ready, place) if several else _submit_unless_done(one))
-            done.append(_done(one, jobs[-1]))
+            job = _submit_one_of(ready, place) if several else _submit_unless_done(one)
+            done.append(_done(one, job))
             if several and not as_json:
                 _tell_row(done)
     finally:  # if Slurm refuses one of several, the earlier ones are in the queue and must be reported
@@ -98,7 +94,7 @@ def submit(submissions: Sequence[Submission], *, wait: bool, as_json: bool) -> b
         tell(done[0])
     if not wait:
         return True
-    ended = [_ends_well(one.run, job) for one, job in zip(ready, jobs, strict=True)]
+    ended = [_ends_well(one.run, told["job"]) for one, told in zip(ready, done, strict=True)]
     return all(ended)
 
 
@@ -114,7 +110,7 @@ def _check(submission: Submission, found: dict[Path, list[Finding]], *, several:
     if not (site.setup or site.modules):  # either may set the required variables in the job
         require_addresses(config, job_environment(site))
     if new := submission.config not in found:
-        found[submission.config] = _warnings(config, split, site, submission)
+        found[submission.config] = refuse(SUBMIT, _facts(config, split, site, submission))
     run = RunDir.check(config)
     refuse_steps_behind(run, config)
     if not several:
@@ -124,27 +120,20 @@ def _check(submission: Submission, found: dict[Path, list[Finding]], *, several:
         refuse_owned(run)
     after, remarks = _awaited(submission.after) if submission.after else (None, [])
     split = split if is_done(run, config) else separate_nodes(split, site)
-    warnings = [*found[submission.config], *remarks]
     ready = Ready(
         submission=submission,
         site=site,
         config=config,
         split=split,
         run=run,
-        warnings=warnings,
+        warnings=remarks,
         after=after,
         at_work=job.number if job else None,
     )
     if new and not is_done(run, config) and (doubt := slurm.refuse_impossible(ready.script())):
         remedy = "compare the site file with sinfo -N -o '%N %T %c %m %G'; if no node fits, type tba stop"
         found[submission.config].append(warning("nodes", doubt, remedy))
-        warnings.append(found[submission.config][-1])
-    return ready
-
-
-def _warnings(config: Config, split: Plan, site: Site, submission: Submission) -> list[Finding]:
-    """Return warnings about what may fail. Raises ConfigError if the run would certainly fail."""
-    return [*_short_time(site), *refuse(SUBMIT, _facts(config, split, site, submission))]
+    return replace(ready, warnings=[*found[submission.config], *remarks])
 
 
 def _facts(config: Config, split: Plan | None, site: Site, submission: Submission) -> Facts:
@@ -168,14 +157,6 @@ def _facts(config: Config, split: Plan | None, site: Site, submission: Submissio
         fetched_by=submission.fetched_by,
         beside=submission.beside,
     )
-
-
-def _short_time(site: Site) -> list[Finding]:
-    """Return a warning if a job may end before its engines are ready."""
-    if site.seconds_to_train >= SHORT_SECONDS:
-        return []
-    found = f"time={site.time} leaves only {site.seconds_to_train:.0f} s to start engines and train"
-    return [warning("time", found, "ask for more: the run is given up if several starts seal no shard")]
 
 
 def _left_out(script: str) -> list[Finding]:
