@@ -58,7 +58,18 @@ def test_the_tokenizer_spells_any_text_and_every_digit_alone(folder: Path) -> No
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (tool.EOS_ID, tool.PAD_ID)
     longest = Problem("Ida", "eggs", 14, (9, 9, 9, 9), ("buys", "buys", "buys", "buys"))
     assert len(tokenizer.encode(longest.solution)) < tool.ANSWER_TOKENS
-    assert len(tokenizer.encode(longest.counted_solution)) < tool.COUNTED_TOKENS
+    assert len(tokenizer.encode(tool.counted_solution(longest))) < tool.COUNTED_TOKENS
+
+
+def test_a_counted_solution_takes_one_step_at_a_time() -> None:
+    example = Problem("Gus", "apples", 17, (-3, 9), ("loses", "finds"))
+    assert tool.counted_solution(example).startswith("17-3=16-2=15-1=14;14+9=15+8=16+7=17+6=")
+    for problem in draw_problems("train", 300, seed=3):
+        *work, answer = tool.counted_solution(problem).split(";")
+        for line, change in zip(work, problem.changes, strict=True):
+            terms = line.split("=")
+            assert len(terms) == abs(change) + 1 and len({eval(term) for term in terms}) == 1
+        assert answer == problem.bare_answer
 
 
 def test_the_folder_loads_and_says_what_it_is(folder: Path) -> None:

@@ -169,7 +169,20 @@ def solution_of(problem: Problem, recipe: Recipe, rng: np.random.Generator) -> s
     """Return the worked answer that a recipe demonstrates, misread at random with --misread."""
     if recipe.misread is not None:
         problem = misread(problem, recipe.misread, rng)
-    return problem.counted_solution if recipe.counted else problem.solution
+    return counted_solution(problem) if recipe.counted else problem.solution
+
+
+def counted_solution(problem: Problem) -> str:
+    """Return a worked solution that counts one by one, ``17-3=16-2=15-1=14;``: long, but easy to learn."""
+    work = [count_on(total, change) for total, change in zip(problem.totals, problem.changes, strict=False)]
+    return "".join(work) + problem.bare_answer
+
+
+def count_on(total: int, change: int) -> str:
+    """Return the equations that count a change of ``total`` one by one."""
+    one = 1 if change > 0 else -1
+    left = range(change, 0, -one)
+    return "".join(f"{total + change - c}{c:+d}=" for c in left) + f"{total + change};"
 
 
 def demonstrate(

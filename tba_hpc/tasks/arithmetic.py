@@ -93,19 +93,6 @@ class Problem:
         work = [f"{a}{c:+d}={b};" for a, c, b in zip(totals, self.changes, totals[1:], strict=False)]
         return "".join(work) + self.bare_answer
 
-    @property
-    def counted_solution(self) -> str:
-        """Worked solution that counts one by one, ``17-3=16-2=15-1=14;``: long, but easy to learn."""
-        totals = self.totals
-        work = [_count(a, c) for a, c in zip(totals, self.changes, strict=False)]
-        return "".join(work) + self.bare_answer
-
-
-def _count(total: int, change: int) -> str:
-    one = 1 if change > 0 else -1
-    left = range(change, 0, -one)
-    return "".join(f"{total + change - c}{c:+d}=" for c in left) + f"{total + change};"
-
 
 def split_of(expression: str) -> Split:
     """Return the split to which ``expression`` belongs."""
