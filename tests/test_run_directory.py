@@ -316,6 +316,22 @@ def left_at(run: RunDir, step: int, *, finished: bool = False) -> None:
         log_event(run, "finished")
 
 
+def test_a_resume_follows_a_model_that_was_moved_but_no_other_model(tmp_path: Path) -> None:
+    """Every start compares the contents, see tests of ``inputs``."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    run = RunDir.create(config_in(tmp_path, model={"path": str(old)}))
+    left_at(run, 1)
+    moved = config_in(tmp_path, model={"path": str(new)})
+    with pytest.raises(ConfigError, match=r"may not change it to model\.path"):
+        RunDir.create(moved)  # the new folder is missing
+    new.mkdir()
+    with pytest.raises(ConfigError, match=r"may not change it to model\.path"):
+        RunDir.create(moved)  # the old one is still there
+    old.rmdir()
+    assert RunDir.create(moved).config() == moved
+
+
 def test_a_finished_run_goes_on_to_more_steps(run: RunDir) -> None:
     linear = {"schedule": "linear", "peak": 0.5}
     first, longer = (

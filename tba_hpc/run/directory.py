@@ -48,6 +48,9 @@ SEARCHERS_FIRST = "TBA_SEARCHERS_FIRST"
 PER_START = ("launch.", "run.root")
 """Prefixes of the config keys that each start sets for itself: how it launches, and where the run lies."""
 
+INPUTS = ("model.path", "task.train_file", "task.test_file")
+"""Config keys of a run's inputs, which may be moved: every start checks their contents (``run.inputs``)."""
+
 CONFIG_HEADER = "# Written by tba-hpc; keys are changed with --set. blake3="
 """Beginning of the first line of config.yaml, which ends with a checksum of the lines after it."""
 
@@ -272,7 +275,7 @@ class RunDir:
             )
 
     def _refuse_another_config(self, config: Config, *, unless_empty: bool = False) -> None:
-        """Raise ConfigError if ``config`` changes keys that a resume may not change.
+        """Raise ConfigError if ``config`` changes keys that a resume may not change, other than moved INPUTS.
 
         unless_empty: whether every change is allowed while the run has produced nothing.
         """
@@ -283,7 +286,8 @@ class RunDir:
             raise ConfigError(
                 f"{self.path} holds a run that this version cannot resume ({error}): choose another run.name"
             ) from None
-        fixed = {key: pair for key, pair in differences(old, config).items() if not may_change(key)}
+        changed = differences(old, config).items()
+        fixed = {key: pair for key, pair in changed if not (may_change(key) or _is_moved(key, *pair))}
         if fixed and not (unless_empty and self.came_to_nothing):
             now = [f"{key}={value_text(new)}" for key, (_, new) in fixed.items()]
             before = [f"{key}={value_text(was)}" for key, (was, _) in fixed.items()]
@@ -450,6 +454,12 @@ class RunDir:
 def of_two_runs(one: int, other: int) -> bool:
     """Return whether two identities certainly belong to different runs; 0 is unknown, and fits every run."""
     return bool(one and other) and one != other
+
+
+def _is_moved(key: str, was: object, now: object) -> bool:
+    """Return whether the key is one of INPUTS, whose old value no longer exists, while the new one does."""
+    paths = key in INPUTS and isinstance(was, str) and isinstance(now, str)
+    return paths and not Path(str(was)).exists() and Path(str(now)).exists()
 
 
 def _checksum(text: str) -> str:
