@@ -216,6 +216,13 @@ WRONG: dict[str, Case] = {
     "completions cut off at generator.max_tokens=512, from 0 % at first, since step ": case(
         {"search/truncated_share": lambda step: step / 200}
     ),
+    "cut off .* the reward 0, which is more than the mean of -0.5. .*judge_truncated=true, which": case(
+        {
+            "search/truncated_share": lambda step: step / 200,
+            "search/reward": lambda step: -0.5 - step % 2 / 1e4,
+        },
+        task={"name": "jsonl", "train_file": "x", "reward": "m:f"},
+    ),
     "Trainer has waited 70 % of its time: .* launch.searchers": case({"train/wait_share": always(0.7)}),
     "The reward takes 90 % of the searchers' time: searchers wait for it. .* let rewards": case(
         {"search/reward_share": always(0.9)}

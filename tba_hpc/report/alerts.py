@@ -566,8 +566,18 @@ def truncated(view: View) -> Alert | None:
     if not (wrong := view.wrong_since(name, lambda value: value > (values[0] + 0.15 if grew else 0.5))):
         return None
     first = f", from {_share(values[0])} at first," if grew else ""
+    found = f"{_share(wrong[0])} of completions cut off at generator.max_tokens={limit}{first}"
+    task, reward = view.config.task, view.trends.latest("search/reward") or 0.0
+    if task.reward and reward < 0 and not task.options.get("judge_truncated"):
+        return _alert(
+            found,
+            wrong[1],
+            key="task.options.judge_truncated",
+            why=f"they get the reward 0, which is more than the mean of {_few(reward)}",
+            remedy="start another run (run.name) with task.options.judge_truncated=true, which scores them",
+        )
     return _alert(
-        f"{_share(wrong[0])} of completions cut off at generator.max_tokens={limit}{first}",
+        found,
         wrong[1],
         key="generator.max_tokens",
         why="an answer without its end is seldom rewarded",

@@ -27,6 +27,9 @@ from tba_hpc.run.evaluations import Evaluation, evaluations_on_disk, find_evalua
 from tba_hpc.run.history import EMPTY, ShardSize
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
+SHORT_SECONDS = 600.0
+"""Shortest time for which a run outside a job must have held its machine until its ETTR is shown, s."""
+
 MANY_SEARCHERS = 4
 """Largest number of searchers whose rates are shown one by one; for more, their mean is shown."""
 
@@ -223,9 +226,12 @@ class RunData:
     def ettr(self) -> float | None:
         """Effective training time ratio: time of steps, each counted once, ÷ time that machines were held.
 
-        None before the first attempt, or if the ratio exceeds 1 because a clock was set back.
+        None before the first attempt; if the ratio exceeds 1, because a clock was set back; and for a run of
+        less than SHORT_SECONDS without a job, since the start of the engines would decide it.
         """
         held, useful = held_seconds(self.attempts, self.ends), self.step * (self.step_seconds.mean or 0.0)
+        if held < SHORT_SECONDS and not any(attempt.job for attempt in self.attempts):
+            return None
         return useful / held if held >= useful and held > 0 else None
 
 
