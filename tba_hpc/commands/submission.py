@@ -296,7 +296,9 @@ def again(submission: Submission, run: RunDir) -> str:
     words += ["--time", submission.time] if submission.time else []
     words += ["--homogeneous"] if submission.homogeneous else []
     words += ["--chain", submission.chain] if submission.chain > 1 else []
-    words += [word for option in submission.options for word in ("--sbatch", option.removeprefix("--"))]
+    options = [option.removeprefix("--") for option in submission.options]
+    lasting = [option for option in options if not option.startswith("begin=")]
+    words += [word for option in lasting for word in ("--sbatch", option)]
     return shlex.join(map(str, words))
 
 

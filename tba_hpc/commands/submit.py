@@ -262,7 +262,8 @@ def tell(done: dict[str, Any]) -> None:
     """
     if done["job"] is None:
         print(
-            f"finished already, nothing to submit: {done['run']}/summary.json\nanother run: --set run.name=…"
+            f"finished already, nothing to submit: {done['run']}/summary.json\n"
+            "more steps: --set train.steps=…; another run: --set run.name=…"
         )
         return
     print(f"{done['why']}\njob {done['job']}, run directory {done['run']}")

@@ -127,7 +127,7 @@ class Notifier:
         if self._monitor.last_event == "requeue":
             return RunState("requeued", f"leaves its nodes at step {step}, to queue again")
         if now.over and (follower := next_job(self._run)):
-            return RunState(now.state, f"{now.words}; job {follower} continues")
+            return RunState(now.state, f"{now.words.removeprefix('gave up: ')}; job {follower} continues")
         if now.state == "gone" and NO_ANSWER in {entry["state"] for entry in job}:
             return RunState(
                 "gone", f"its job ends at step {step}; without squeue here, it may be requeued or gone"
