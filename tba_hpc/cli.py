@@ -139,12 +139,13 @@ def run(
     from tba_hpc.checks.lists import FILES, RUN, START
     from tba_hpc.commands.submission import file_and_overrides, load_anchored
     from tba_hpc.launch import local
-    from tba_hpc.report.notify import notified, require_addresses
+    from tba_hpc.report.notify import notified, require_addresses, require_command
     from tba_hpc.report.tables import Terminal
 
     resolved = load_anchored(*file_and_overrides(config, overrides or []))
     require_trackers(resolved)
     require_addresses(resolved)
+    require_command(resolved)
     run_dir = RunDir.check(resolved)
     refuse_steps_behind(run_dir, resolved)
     done = is_done(run_dir, resolved)

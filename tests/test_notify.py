@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
 import pytest
 from recorded import evaluate, happen, new_run, search, step, write
+from typed import tba
 
 from tba_hpc.config import ConfigError, load_config, parse_config
 from tba_hpc.report import notify
@@ -345,6 +347,45 @@ def test_an_address_that_lacks_is_refused_before_the_start(monkeypatch: pytest.M
     assert "passwd" not in str(refused.value)
     monkeypatch.setenv("A_HOOK", "https://hooks.example/x")
     notify.require_addresses(config)
+
+
+@pytest.mark.parametrize(
+    ("command", "rule"),
+    [
+        ("./mial.sh 'a run'", "./mial.sh is no executable file"),
+        ("./plain.sh", "./plain.sh is no executable file"),
+        ("mail.sh", "mail.sh is not on the PATH"),
+        ("./mail.sh", ""),
+        ("sh -c true", ""),
+    ],
+)
+def test_a_command_that_cannot_be_run_is_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, rule: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, mode in (("mail.sh", 0o700), ("plain.sh", 0o600)):
+        Path(name).write_text("#!/bin/sh\n")
+        Path(name).chmod(mode)
+    config = parse_config({"model": {"path": "x"}, "run": {"notify": {"command": command}}})
+    refused = pytest.raises(ConfigError, match=rf"run\.notify\.command={rule}: name one")
+    with refused if rule else nullcontext():
+        notify.require_command(config)
+
+
+def test_a_command_is_sought_where_the_job_will_seek_it(tmp_path: Path) -> None:
+    (tmp_path / "mail.sh").touch(0o700)
+    config = parse_config({"model": {"path": "x"}, "run": {"notify": {"command": "mail.sh"}}})
+    with pytest.raises(ConfigError, match=r"mail\.sh is not on the PATH"):
+        notify.require_command(config)
+    notify.require_command(config, {"PATH": str(tmp_path)})
+
+
+@pytest.mark.parametrize("verb", [["--dry-run"], []])
+def test_tba_run_refuses_a_mistyped_command(tmp_path: Path, verb: list[str]) -> None:
+    run = new_run(tmp_path)
+    refused = tba("run", str(run.config_file), *verb, "--set", "run.notify.command=./mial.sh")
+    assert refused.returncode == 2
+    assert "run.notify.command=./mial.sh is no executable file" in refused.stderr
 
 
 def test_a_launcher_that_is_killed_is_told_of(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tba_hpc.launch import LaunchError, slurm, snapshot
 from tba_hpc.launch.component_nodes import separate_nodes
 from tba_hpc.launch.plan import Component, Plan, Site, searchers_of_a_node
 from tba_hpc.launch.sbatch import elastic_script, job_of
-from tba_hpc.report.notify import require_addresses
+from tba_hpc.report.notify import require_addresses, require_command
 from tba_hpc.run import slurm_queue
 from tba_hpc.run.changes import consequences, is_done, refuse_steps_behind
 from tba_hpc.run.directory import RunDir
@@ -109,6 +109,8 @@ def _check(submission: Submission, found: dict[Path, list[Finding]], *, several:
     config, split = submission.resolve(site)
     if not (site.setup or site.modules):  # either may set the required variables in the job
         require_addresses(config, job_environment(site))
+        if not (site.venv or site.container):  # either may hold commands of its own
+            require_command(config, job_environment(site))
     if new := submission.config not in found:
         found[submission.config] = refuse(SUBMIT, _facts(config, split, site, submission))
     run = RunDir.check(config)

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,6 +71,16 @@ def require_addresses(config: Config, environment: Mapping[str, str] = os.enviro
             )
         if not (address.startswith(("https://", "http://")) and address.isascii() and address.isprintable()):
             raise ConfigError(f"run.notify.{key}={name} holds no address: begin it with https://")
+
+
+def require_command(config: Config, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError if the first word of ``run.notify.command`` is no command that can be run here."""
+    word, *_ = config.run.notify.command or (sys.executable,)
+    if not shutil.which(word, path=environment.get("PATH")):
+        rule = "no executable file" if "/" in word else "not on the PATH"
+        raise ConfigError(
+            f"run.notify.command={word} is {rule}: name one that is, or set run.notify.command=null"
+        )
 
 
 # --- Messages ---
