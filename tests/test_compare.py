@@ -27,6 +27,7 @@ from tba_hpc.report.plots import overlays, run_line
 from tba_hpc.report.tables import print_rows
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, write_evaluation
+from tba_hpc.run.events import log_event
 
 
 @pytest.fixture
@@ -103,6 +104,17 @@ def test_only_what_differs_is_told_but_names_and_places(runs: list[RunDir]) -> N
     assert rows["train.objective.name"] == ["trajectory_balance", "rloo"]
     assert rows["train.learning_rate.peak"][1] == "0.0001"
     assert not {"run.name", "run.root", "train.steps", "model.path"} & rows.keys()
+
+
+def test_values_that_a_resume_changed_are_shown_in_order(tmp_path: Path) -> None:
+    """The first run ends with the rate that the second had throughout; a third went back to its own."""
+    runs = [new_run(tmp_path / name, learning_rate={"peak": 1e-4}) for name in ("a", "b", "c")]
+    key = "train.learning_rate.peak"
+    log_event(runs[0], "changed", keys={key: (5e-4, 1e-4)})
+    for pair in ((1e-4, 2e-4), (2e-4, 1e-4)):
+        log_event(runs[2], "changed", keys={key: pair})
+    (row,) = config_rows(compare([run.path for run in runs]))
+    assert list(row.values()) == [key, "0.0005 → 0.0001", "0.0001", "0.0001 → 0.0002 → 0.0001"]
 
 
 def test_paths_are_shown_whole_and_without_parents(

@@ -253,6 +253,14 @@ def test_the_page_of_a_run_that_has_just_begun(run: RunDir, steps: int) -> None:
     assert text.count("<figure") == len(plots.plots(RunData.read(run)) if steps else [])
 
 
+def test_the_page_tells_what_a_resume_changed(run: RunDir) -> None:
+    assert "changed by a resume" not in written(run)
+    happen(run, 5.0, "changed", keys={"train.learning_rate.peak": (5e-4, 1e-4), "train.steps": (4, 8)})
+    run.adapt(["train.learning_rate.peak=1.0e-4", "train.steps=8"])
+    told = re.findall(r"changed by a resume: (.*)</p>", written(run))
+    assert told == ["train.learning_rate.peak 0.0005 → 0.0001", "train.steps 4 → 8"]
+
+
 def test_minutes_do_not_run_while_nothing_does(run: RunDir) -> None:
     resumed_run(run)
     minutes = plots.run_minutes(RunData.read(run))

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tba_hpc.config import ConfigError, differences, value_text
-from tba_hpc.report.data import RunData
+from tba_hpc.config import ConfigError, flat
+from tba_hpc.report.data import RunData, history_text
 from tba_hpc.report.estimates import Estimate, difference, paired_difference
 from tba_hpc.report.summary import Summary, summary_of, summary_rows
 from tba_hpc.report.tables import NOTHING, cell_text, print_rows
@@ -92,17 +92,22 @@ def _score_of(data: RunData) -> tuple[object, ...]:
 def config_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
     """Return a row for each config key whose values differ, with a column per run.
 
-    Absolute paths that differ only in ``..`` count as equal.
+    Where a resume changed a key, its earlier values come first: ``0.0005 → 0.0001``. Absolute paths that
+    differ only in ``..`` count as equal.
     """
-    each = [differences(runs[0].data.config, run.data.config) for run in runs]
-    of_base = {key: was for pairs in each for key, (was, _) in pairs.items() if key not in NAMES}
+    each = {run.name: _histories(run.data) for run in runs}
     rows = []
-    for key, was in of_base.items():
-        values = [pairs[key][1] if key in pairs else was for pairs in each]
-        row = {run.name: value_text(_plain(value)) for run, value in zip(runs, values, strict=True)}
-        if len(set(row.values())) > 1:
-            rows.append({"key": key, **row})
+    for key in dict.fromkeys(key for known in each.values() for key in known if key not in NAMES):
+        values = {name: known.get(key, [None]) for name, known in each.items()}
+        if any(history != values[runs[0].name] for history in values.values()):
+            rows.append({"key": key} | {name: history_text(history) for name, history in values.items()})
     return rows
+
+
+def _histories(data: RunData) -> dict[str, list[object]]:
+    """Return the values that each config key has had, the present one last, by dotted key."""
+    now, past = flat(data.config.model_dump(mode="json")), data.past_values
+    return {key: [_plain(one) for one in [*past.get(key, []), value]] for key, value in now.items()}
 
 
 def _plain(value: object) -> object:

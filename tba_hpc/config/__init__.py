@@ -16,7 +16,13 @@ from tba_hpc.config.loading import (
     parse_config,
     read_tree,
 )
-from tba_hpc.config.rules import DEEPSPEED_SETTINGS, OWN_DEEPSPEED_SETTINGS, OWN_ENGINE_ARGUMENTS, value_text
+from tba_hpc.config.rules import (
+    DEEPSPEED_SETTINGS,
+    OWN_DEEPSPEED_SETTINGS,
+    OWN_ENGINE_ARGUMENTS,
+    flat,
+    value_text,
+)
 from tba_hpc.config.sections import (
     FIRST_ELASTIC,
     BufferSection,

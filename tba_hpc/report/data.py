@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tba_hpc.config import is_elastic
+from tba_hpc.config import is_elastic, value_text
 from tba_hpc.core.ports import MEAN_REWARD
 from tba_hpc.core.types import Split
 from tba_hpc.core.wording import percent
@@ -122,6 +123,15 @@ class RunData:
     def trends(self) -> Trends:
         """Curves and counts of trainer and searchers; a step that was done twice counts once."""
         return self.trainer.trends
+
+    @property
+    def past_values(self) -> dict[str, list[Any]]:
+        """Earlier values, oldest first, of each config key that a resume changed, by dotted key."""
+        past: dict[str, list[Any]] = {}
+        for event in self.events:
+            for key, (old, _) in event.get("keys", {}).items():
+                past.setdefault(key, []).append(old)
+        return past
 
     @property
     def step(self) -> int:
@@ -244,6 +254,11 @@ def _size(path: Path) -> ShardSize:
     except (OSError, ShardError):
         return EMPTY
     return ShardSize(len(trajectories), len(trajectories.completions.values))
+
+
+def history_text(values: Iterable[object]) -> str:
+    """Return the values that a config key had one after another: ``0.0005 → 0.0001``."""
+    return " → ".join(map(value_text, values))
 
 
 def _is_event(line: Event) -> bool:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from tba_hpc.config import Config, ConfigError, dump_config
+from tba_hpc.config import Config, ConfigError, dump_config, flat
 from tba_hpc.core.ports import RIGHT_AND_ENDED
 from tba_hpc.core.wording import count, duration, percent, printable
 from tba_hpc.report.attempts import KILLED, Attempt, fault_words
-from tba_hpc.report.data import RunData
+from tba_hpc.report.data import RunData, history_text
 from tba_hpc.report.digest import Stretch
 from tba_hpc.report.plots import plots
 from tba_hpc.report.summary import (
@@ -90,6 +90,7 @@ def render(data: RunData, summary: Summary) -> str:
         graded=data.graded,
         attempts=attempt_rows(data),
         faults=fault_words(data.faults),
+        changed=_changed(data),
         config=dump_config(config),
     )
 
@@ -133,6 +134,12 @@ def _subtitle(config: Config) -> str:
     ranks, objective = config.launch, config.train.objective.name.replace("_", " ")
     roles = f"{count(ranks.trainers, 'trainer')} + {count(ranks.searchers, 'searcher')}"
     return f"{config.task.name} · {Path(config.model.path).name} · {objective} · {roles}"
+
+
+def _changed(data: RunData) -> list[str]:
+    """Return each config key that a resume changed, with its values in order."""
+    now = flat(data.config.model_dump(mode="json"))
+    return [f"{key} {history_text([*past, now.get(key)])}" for key, past in data.past_values.items()]
 
 
 def tiles(data: RunData, summary: Summary) -> list[Tile]:
