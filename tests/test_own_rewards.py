@@ -276,13 +276,24 @@ def test_what_is_no_number_for_each_costs_the_group(own: Path, name: str) -> Non
 
 CONFIG_FAULTS: list[tuple[Any, str]] = [
     ("nocolon", "'nocolon' of task.reward is not a function: write it as module:function"),
-    ({"a": {}}, "has no source: set one of function, url and program"),
+    ({"a": {}}, "task.reward.a has no source: set one of function, url and program"),
+    ({"a": "m:f", "b": {"weight": 2}}, "task.reward.b has no source: set one of function, url and program"),
+    ({"weight": 2}, "task.reward has no source: set one of function, url and program"),
     ({"a": {"function": "m:f", "url": "http://x/y"}}, "has function and url: set one of"),
-    ({"a": {"function": "m:f", "seconds": 3}}, "seconds=3.0 would be ignored in a reward with function"),
-    ({"a": {"url": "http://me:secret@host/v1"}}, "would be written into the run's files: set key_variable"),
+    (
+        {"a": {"function": "m:f", "seconds": 3}},
+        "task.reward.a.seconds=3.0 would be ignored in a reward with function",
+    ),
+    (
+        {"a": {"url": "http://me:secret@host/v1"}},
+        "the url of task.reward.a would be written into the run's files: set key_variable",
+    ),
     ({"a": {"url": "file:///etc/passwd"}}, "is not an address: begin it with http"),
     ({"a": {"url": "http://x:80000/v1"}}, "has the port 80000: ports go from 1 to 65535"),
-    ({"a": {"url": "http://x", "model": "m", "prompt": "hm"}}, "with {completion} in the prompt"),
+    (
+        {"a": {"url": "http://x", "model": "m", "prompt": "hm"}},
+        "prompt of task.reward.a: give both, with {completion} in the prompt",
+    ),
     ({"a": {"functoin": "m:f"}}, "unknown config key 'task.reward.a.functoin': did you mean"),
 ]
 

@@ -20,7 +20,7 @@ import yaml
 
 from tba_hpc.checks.chat_ends import ASKED, is_chat, look_at_chat
 from tba_hpc.checks.resources import missing, missing_sentence
-from tba_hpc.config import Config, ConfigError, parse_config
+from tba_hpc.config import Config, ConfigError, parse_config, reward_key
 from tba_hpc.config.variants import OwnObjective
 from tba_hpc.core.hub_files import find_file
 from tba_hpc.core.model_files import fault, unfit
@@ -37,7 +37,6 @@ from tba_hpc.run.notes import Exit
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.jsonl import Jsonl
 from tba_hpc.tasks.program import find_word, require_program
-from tba_hpc.tasks.rewards import reward_key
 from tba_hpc.tasks.rows import Rows
 
 log = logging.getLogger("tba_hpc.checks.task_check")  # not "__main__"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.text import Text
 
-from tba_hpc.config import Config, ConfigError, GeneratorSection, ModelSection
+from tba_hpc.config import Config, ConfigError, GeneratorSection, ModelSection, reward_key
 from tba_hpc.core import task_contract
 from tba_hpc.core.ports import Task, Tokenizer, Victim
 from tba_hpc.core.types import Completion, Group, Request, Sampling
@@ -29,7 +29,6 @@ from tba_hpc.evaluate.target import find_target, refuse_missing
 from tba_hpc.report.samples.show import SEQUENCE
 from tba_hpc.report.tables import Indented, Terminal
 from tba_hpc.tasks import make_task
-from tba_hpc.tasks.rewards import reward_key
 
 if TYPE_CHECKING:  # it imports torch
     from tba_hpc.learner.hf_answers import HfAnswers

@@ -21,6 +21,7 @@ from tba_hpc.config.rules import (
     OWN_DEEPSPEED_SETTINGS,
     OWN_ENGINE_ARGUMENTS,
     flat,
+    reward_key,
     value_text,
 )
 from tba_hpc.config.sections import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -287,41 +287,48 @@ OF_REWARD = {
 """Kinds of rewards, named after their main keys, with the further keys that each accepts besides weight."""
 
 
-def check_reward(reward: RewardSection) -> None:
-    """Raise ValueError unless a reward is of exactly one kind, with valid keys and values of this kind."""
-    for sentence in _of_a_reward(reward):
-        raise ValueError(sentence)
+def reward_key(sections: Mapping[str, RewardSection], name: str) -> str:
+    """Return the config key of the reward ``name``."""
+    alone = list(sections) == ["reward"]  # the short form of a config
+    return "task.reward" if alone else f"task.reward.{name}"
 
 
-def _of_a_reward(reward: RewardSection) -> Iterator[str]:
+def check_rewards(rewards: Mapping[str, RewardSection]) -> None:
+    """Raise ValueError unless each reward is of exactly one kind, with valid keys and values of this kind."""
+    for name, reward in rewards.items():
+        for sentence in _of_a_reward(reward_key(rewards, name), reward):
+            raise ValueError(sentence)
+
+
+def _of_a_reward(key: str, reward: RewardSection) -> Iterator[str]:
     kinds = [kind for kind in OF_REWARD if getattr(reward, kind) is not None]
     if len(kinds) != 1:
         found = f"has {' and '.join(kinds)}" if kinds else "has no source"
-        yield f"a reward of task.reward {found}: set one of function, url and program"
+        yield f"{key} {found}: set one of function, url and program"
     known = {*kinds, "weight", *OF_REWARD[kinds[0]]}
-    for key, field in type(reward).model_fields.items():
-        if key not in known and (value := getattr(reward, key)) != field.default:
-            yield f"{key}={value} would be ignored in a reward with {kinds[0]}: leave it out"
+    for name, field in type(reward).model_fields.items():
+        if name not in known and (value := getattr(reward, name)) != field.default:
+            yield f"{key}.{name}={value} would be ignored in a reward with {kinds[0]}: leave it out"
     if reward.function is not None and not all(reward.function.partition(":")):
         yield (
-            f"{reward.function!r} of task.reward is not a function: write it as module:function, such as "
+            f"{reward.function!r} of {key} is not a function: write it as module:function, such as "
             "my_rewards:short"
         )
     scheme, _, rest = (reward.url or "http://_").partition("://")
     if scheme not in ("http", "https") or not rest:
-        yield f"{reward.url!r} of task.reward is not an address: begin it with http:// or https://"
+        yield f"{reward.url!r} of {key} is not an address: begin it with http:// or https://"
     port = re.search(r":(\d+)$", rest.partition("/")[0])
     if port and not 0 < int(port[1]) < 1 << 16:
-        yield f"{reward.url!r} of task.reward has the port {port[1]}: ports go from 1 to 65535"
+        yield f"{reward.url!r} of {key} has the port {port[1]}: ports go from 1 to 65535"
     if "@" in rest.partition("/")[0]:
         yield (
-            "a user and password in the url of task.reward would be written into the run's files: set "
+            f"a user and password in the url of {key} would be written into the run's files: set "
             "key_variable to the name of an environment variable that holds the key"
         )
     asks = reward.prompt is not None and "{completion}" in reward.prompt
     if (reward.model is not None) != asks or (reward.prompt is not None) != asks:
         yield (
-            "a chat judge needs model and prompt of task.reward: give both, with {completion} in the prompt "
+            f"a chat judge needs model and prompt of {key}: give both, with {{completion}} in the prompt "
             "where the answer goes"
         )
 

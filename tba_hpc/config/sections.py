@@ -181,11 +181,6 @@ class RewardSection(Section):
     """Reward of a completion whose program exceeded a limit or was killed. null: the completion is left out,
     and counted as set aside."""
 
-    @model_validator(mode="after")
-    def _check(self) -> RewardSection:
-        rules.check_reward(self)
-        return self
-
 
 class TaskSection(Section):
     name: str = "gsm8k"
@@ -217,6 +212,12 @@ class TaskSection(Section):
             reward = {"reward": reward}
         if isinstance(reward, dict):
             return {name: {"function": it} if isinstance(it, str) else it for name, it in reward.items()}
+        return reward
+
+    @field_validator("reward")
+    @classmethod
+    def _check(cls, reward: dict[str, RewardSection]) -> dict[str, RewardSection]:
+        rules.check_rewards(reward)
         return reward
 
 

@@ -24,7 +24,7 @@ from itertools import groupby
 from types import FrameType
 from typing import Any
 
-from tba_hpc.config import ConfigError, RewardSection
+from tba_hpc.config import ConfigError, RewardSection, reward_key
 from tba_hpc.core.own_code import IN_TIME, OF_A_FILE, find_function, in_words, raised_at, where_is
 from tba_hpc.run.background import Worker
 from tba_hpc.tasks.fields import FieldArguments, Fields
@@ -70,12 +70,6 @@ Reward = Callable[[Sequence[Answer]], list[float]]
 def make_rewards(sections: Mapping[str, RewardSection]) -> dict[str, Reward]:
     """Make the rewards by name. Raises ConfigError if one of them cannot be made."""
     return {name: _make(reward_key(sections, name), section) for name, section in sections.items()}
-
-
-def reward_key(sections: Mapping[str, RewardSection], name: str) -> str:
-    """Return the config key of the reward ``name``."""
-    alone = list(sections) == ["reward"]  # the short form of a config
-    return "task.reward" if alone else f"task.reward.{name}"
 
 
 def _make(key: str, section: RewardSection) -> Reward:
