@@ -686,6 +686,23 @@ def test_an_address_that_the_job_would_lack_is_asked_for_at_once(
         assert tba("submit", *files, *notify, "--set", f"run.seed={seed}").returncode == 0, more
 
 
+def test_a_command_that_the_job_would_lack_is_refused_at_once(
+    cluster: Cluster, tmp_path: Path, files: list[str]
+) -> None:
+    """The site's PATH counts, and its setup may make any command."""
+    notify = ("--set", "run.notify.command=mail.sh")
+    refused = tba("submit", *files, *notify)
+    assert refused.returncode == 2 and not cluster.run("squeue", "-h")
+    assert "run.notify.command=mail.sh is not on the PATH" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1 and not (tmp_path / "runs").exists()
+    (tmp_path / "mail.sh").touch(0o700)
+    site = tmp_path / "site.yaml"
+    plain = site.read_text()
+    for seed, more in enumerate((f"environment: {{PATH: '{tmp_path}:$PATH'}}", "setup: ['true']")):
+        site.write_text(plain.replace("}", f", {more}}}"))
+        assert tba("submit", *files, *notify, "--set", f"run.seed={seed}").returncode == 0, more
+
+
 def test_without_slurm_it_says_so_and_offers_the_local_way(
     tmp_path: Path, files: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
