@@ -10,6 +10,7 @@ from tba_hpc.config import parse_config
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, Evaluation, write_evaluation
 from tba_hpc.run.events import log_event
+from tba_hpc.run.inventory import COMPLETE
 
 STEPS = 10
 
@@ -95,6 +96,15 @@ def happen(
 ) -> None:
     """An event at a time of its own."""
     log_event(run, event, time=time, job=job, restarts=restarts, **extra)
+
+
+def save(run: RunDir, time: float, step: int, *, recorded: bool = True) -> None:
+    """A complete checkpoint. recorded: whether the trainer lived to record it."""
+    folder = run.checkpoints / f"step-{step:06d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / COMPLETE).touch()
+    if recorded:
+        write(run.metrics_file("trainer"), [{"time": time, "event": "checkpoint", "step": step}])
 
 
 def resumed_run(run: RunDir) -> None:

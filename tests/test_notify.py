@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from recorded import evaluate, happen, new_run, search, step, write
+from recorded import evaluate, happen, new_run, save, search, step, write
 from typed import tba
 
 from tba_hpc.config import ConfigError, load_config, parse_config
@@ -165,9 +165,11 @@ def test_a_job_that_queues_again_says_so_and_one_that_is_gone_too(tmp_path: Path
     assert "job 7 is gone" in gone and gone.endswith(f"tba submit --config {run.path} --nodes 1")
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_start_after_a_crash_is_at_the_last_checkpoint(tmp_path: Path, resumed: bool) -> None:
-    """resumed: whether the trainer has begun, and taken two steps, when it is looked for."""
+@pytest.mark.parametrize(("recorded", "resumed"), [(True, False), (True, True), (False, False)])
+def test_a_start_after_a_crash_is_at_the_last_checkpoint(
+    tmp_path: Path, recorded: bool, resumed: bool
+) -> None:
+    """recorded: whether the trainer could record its checkpoint. resumed: whether it has taken two steps."""
     run, now = run_that_tells(tmp_path, command=to_file(tmp_path)), time.time()
     begin(run, now - 60)
     write(
@@ -175,10 +177,10 @@ def test_a_start_after_a_crash_is_at_the_last_checkpoint(tmp_path: Path, resumed
         [
             {"time": now - 55, "event": "started", "step": 0},
             *(step(number, now - 50, loss=1.0) for number in range(1, 6)),
-            {"time": now - 45, "event": "checkpoint", "step": 5},
-            *(step(number, now - 40, loss=1.0) for number in range(6, 9)),
         ],
     )
+    save(run, now - 45, 5, recorded=recorded)
+    write(run.metrics_file("trainer"), [step(number, now - 40, loss=1.0) for number in range(6, 9)])
     told_of = notify.Notifier(run, no_job, since=now - 1)
     happen(run, now - 30, "failed", code=137)
     begin(run, now, attempt=2)

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from recorded import evaluate, happen, new_run, resumed_run, search, step, write
+from recorded import evaluate, happen, new_run, resumed_run, save, search, step, write
 from rich.console import Console
 
 from tba_hpc.config import FIRST_ELASTIC, ConfigError, parse_config
@@ -255,7 +255,7 @@ def test_a_lack_of_space_is_said_with_the_end_of_the_wait_until_a_checkpoint_is_
         f"training; the disk is full, and the trainer waits for space until {clock} at the latest",
     )
     assert f"waits for space until {clock} at the latest · step 4/10" in plain_line(look(run))
-    write(run.metrics_file("trainer"), [{"time": time.time(), "event": "checkpoint", "step": 4}])
+    save(run, time.time(), 4)
     assert run_state(look(run)).words == "training"
     write(run.metrics_file("trainer"), [{**left_out, "time": time.time()}])
     happen(run, time.time() + 1, "start", attempt="attempt-002", trainers=1, searchers=2)
@@ -336,7 +336,7 @@ def test_a_run_whose_launcher_was_killed_is_over_at_once(run: RunDir) -> None:
     assert (found.state, found.over, found.command) == ("gone", True, f"tba run {run.path}")
     killed = "killed at step 3, or its machine was lost"
     assert found.words == f"{killed}; to start again from step 0: {found.command}"
-    write(run.metrics_file("trainer"), [{"time": time.time(), "event": "checkpoint", "step": 3}])
+    save(run, time.time(), 3)
     assert run_state(look(run)).words == f"{killed}; to resume from the last checkpoint: {found.command}"
     assert run_state(look(run, queue("RUNNING"))).state != "gone", "it has a job now"
 
@@ -358,6 +358,7 @@ def test_the_wait_after_a_start_is_told_from_one_amid_steps(run: RunDir) -> None
 
 def test_an_attempt_starts_with_the_step_and_the_pace_of_the_steps_that_count(run: RunDir) -> None:
     resumed_run(run)
+    save(run, 4700.0, 10)
     happen(run, 5000.0, "start", attempt="attempt-003", trainers=1, searchers=2)
     monitor = look(run)
     assert (monitor.phase, monitor.step, monitor.eta, monitor.rates) == ("", 10, None, [])
@@ -373,7 +374,7 @@ def test_after_a_crash_a_run_is_at_its_last_checkpoint_once_it_starts_again(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(run)
-    write(run.metrics_file("trainer"), [{"time": time.time() - 2, "event": "checkpoint", "step": 3}])
+    save(run, time.time() - 2, 3)
 
     def shown() -> tuple[int, str]:
         print_status(run, no_job, as_json=True)
@@ -387,6 +388,9 @@ def test_after_a_crash_a_run_is_at_its_last_checkpoint_once_it_starts_again(
     assert shown() == (4, "4/10")
     happen(run, time.time(), "start", attempt="attempt-002", trainers=1, searchers=2)
     assert shown() == (3, "3/10")
+    save(run, time.time(), 4, recorded=False)
+    assert shown() == (4, "4/10"), "the trainer was killed before it could record this checkpoint"
+    assert (look(run).repeated, facts(look(run), run_state(look(run)))["checkpoint"]) == (0, "step 4")
 
 
 @pytest.mark.parametrize(
@@ -477,7 +481,7 @@ def test_a_run_whose_searchers_are_all_elastic_speaks_of_those_present(tmp_path:
     assert words().startswith("engines are up, waiting for the first weights and completions (3")
     write(slot, [search(now, 5, 9.0)])
     assert words() == "first completions arrive: evaluating before training"
-    write(run.metrics_file("trainer"), [{"time": now, "event": "checkpoint", "step": 3}])
+    save(run, now, 3)
     happen(run, now + 1, "failed")
     happen(run, now + 2, "start", attempt="attempt-002", trainers=1, searchers=0)
     write(slot, [search(now + 3, 6, 9.0)])
@@ -532,7 +536,7 @@ def busy_run(run: RunDir) -> Queue:
     """A run with something to say under every title."""
     resumed_run(run)
     allocation(run, "allocated", "start", "failed", "start")
-    write(run.metrics_file("trainer"), [{"time": time.time() - 65, "event": "checkpoint", "step": 3}])
+    save(run, time.time() - 65, 3)
     trained(run)
     return queue("RUNNING", "RUNNING")
 

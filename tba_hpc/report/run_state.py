@@ -16,6 +16,7 @@ from tba_hpc.config import is_elastic
 from tba_hpc.report.attempts import Attempt, failures_in_a_row
 from tba_hpc.report.data import RunData, series
 from tba_hpc.report.digest import SearcherDigest
+from tba_hpc.run.checkpoints import latest_checkpoint, step_of
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import resume_command
 from tba_hpc.run.files import is_full
@@ -63,7 +64,9 @@ class RunMonitor(RunData):
 
     queue: asks Slurm. job: components of the run's job, as of the last query. elastic: processes of the
     elastic searchers that are present, by the searcher's index. abandoned: whether the launcher of a run
-    without a job is gone. full: whether the file system of the run is full.
+    without a job is gone. full: whether the file system of the run is full. saved: step of the newest
+    checkpoint on disk, from which a resume begins; None without one. The trainer may have been killed before
+    it could record that checkpoint.
     """
 
     def __init__(self, run: RunDir, queue: Queue = lambda _: []) -> None:
@@ -71,6 +74,7 @@ class RunMonitor(RunData):
         self.job: list[QueueEntry] = []
         self.elastic: dict[int, Owner] = {}
         self.abandoned = self.full = False
+        self.saved: int | None = None
         self._queue = queue
         self._asked = -QUEUE_SECONDS
         self._opened = time.time()
@@ -83,6 +87,8 @@ class RunMonitor(RunData):
             self.abandoned = not self.job and is_abandoned(self.run)
             self._asked = time.monotonic()  # after the answer, which may take long
         super().update()
+        folder = latest_checkpoint(self.run)
+        self.saved = step_of(folder) if folder else None
         self.full = is_full(self.run.path)
 
     def _find_elastic(self) -> dict[int, Owner]:
@@ -118,7 +124,7 @@ class RunMonitor(RunData):
     def first_step(self) -> int:
         """Step from which the newest attempt begins; while it starts, that of the last checkpoint."""
         resumed = self.trainer.stretches[-1:] if self.phase else []
-        return resumed[0].first if resumed else int(number(self.trainer.checkpoint, "step", 0))
+        return resumed[0].first if resumed else self.saved or 0
 
     @property
     def repeated(self) -> int:
@@ -163,8 +169,9 @@ class RunMonitor(RunData):
 
     @property
     def checkpoint_age(self) -> float | None:
-        """Seconds since the last checkpoint; None before the first."""
-        saved = number(self.trainer.checkpoint, "time")
+        """Seconds since the last checkpoint; None before the first, or if the trainer has not recorded it."""
+        record = self.trainer.checkpoint
+        saved = number(record, "time") if number(record, "step") == self.saved else None
         return None if saved is None else max(0.0, time.time() - saved)
 
     @property
@@ -374,7 +381,7 @@ def _abandoned(monitor: RunMonitor) -> RunState | None:
 
 def _resumed_by(monitor: RunMonitor) -> str:
     """Return a clause that says from which step, and by which command, the run goes on."""
-    saved = bool(monitor.trainer.checkpoint)
+    saved = monitor.saved is not None
     what = "to resume from the last checkpoint" if saved else "to start again from step 0"
     return f"{what}: {monitor.resume_command}"
 
@@ -415,8 +422,7 @@ def _at_work(monitor: RunMonitor) -> RunState:
     if arrive:
         return RunState("evaluating", "first completions arrive: evaluating before training")
     if monitor.all_elastic and not phase:
-        saved = number(monitor.trainer.checkpoint, "step")
-        where = "" if saved is None else f" (resuming at step {saved:.0f})"
+        where = "" if monitor.saved is None else f" (resuming at step {monitor.saved})"
         return RunState("starting", f"the trainer starts{where}")
     if monitor.all_elastic and not monitor.elastic:
         return RunState("starting", "waiting for an elastic searcher")

@@ -112,7 +112,7 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
     """Return texts by title: ranks and their nodes, checkpoint, useful time, faults, and what to do next."""
     attempt, job, trainer = monitor.attempt, job_of(monitor), monitor.trainer
     age, silence, trends = monitor.checkpoint_age, monitor.silence, monitor.trends
-    step = number(trainer.checkpoint, "step", 0)
+    ago = "" if age is None else f", {duration(age)} ago"
     aside = {"trajectory": trends.rejected, "optimizer step": trends.skipped}
     no_room = f"the checkpoint of step {number(trainer.postponed, 'step', 0):.0f}: "
     restarts = f", restarts: {attempt.restarts}" if attempt and job and attempt.job == job[0]["job"] else ""
@@ -124,7 +124,7 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         **{ROLES.get(component["id"].partition("+")[2], "ranks"): _component(component) for component in job},
         "elastic": " · ".join(_elastic(monitor, *one) for one in monitor.elastic.items()),
         "ETTR": "" if monitor.ettr is None else f"{percent(monitor.ettr)} of the time, waits included",
-        "checkpoint": f"step {step:.0f}, {duration(age)} ago" if age is not None else "",
+        "checkpoint": "" if monitor.saved is None else f"step {monitor.saved}{ago}",
         "postponed": f"{no_room}{trainer.postponed.get('fault')}" if trainer.postponed else "",
         "damaged": ", ".join(f"{one.get('checkpoint')}: {one.get('fault')}" for one in trainer.damaged),
         "alerts": line(monitor.alerts),
@@ -188,7 +188,7 @@ def figures(monitor: RunMonitor) -> dict[str, Any]:
         "summary": asdict(summary_of(monitor)),
         "last_step": monitor.trainer.latest,
         "searcher_tokens_per_second": monitor.rates,
-        "checkpoint_step": number(monitor.trainer.checkpoint, "step"),
+        "checkpoint_step": monitor.saved,
         "checkpoint_age_seconds": monitor.checkpoint_age,
         "silence_seconds": monitor.silence,
         "faults": monitor.faults,
