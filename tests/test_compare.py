@@ -61,16 +61,20 @@ def test_differences_against_published_intervals(
 
 
 @pytest.mark.parametrize(
-    ("gaps", "low", "high"),
+    ("gaps", "graded", "low", "high"),
     [
-        ([1.0] + [-1.0] * 7 + [0.0] * 13, -0.508, -0.013),
-        ([0.0] * 98, -0.0277, 0.0277),
-        ([0.5, 1.5, 1.5, 0.5], 1 - 0.5658, 1 + 0.5658),
+        ([1.0] + [-1.0] * 7 + [0.0] * 13, False, -0.508, -0.013),
+        ([0.0] * 98, False, -0.0277, 0.0277),
+        ([0.5, 1.5, 1.5, 0.5], True, 1 - 0.5658, 1 + 0.5658),
+        ([0.0] * 98, True, 0.0, 0.0),
+        ([1.0, -1.0, 1.0, -1.0], True, -1.1316, 1.1316),
     ],
 )
-def test_paired_differences_against_intervals_by_hand(gaps: list[float], low: float, high: float) -> None:
-    """Of 21 pairs one is won and 7 are lost; none of 98; rewards with a standard error of 1/√12."""
-    found = paired_difference(gaps)
+def test_paired_differences_against_intervals_by_hand(
+    gaps: list[float], graded: bool, low: float, high: float
+) -> None:
+    """Of 21 pairs one is won and 7 are lost; none of 98; rewards with standard errors 1/√12, 0, 1/√3."""
+    found = paired_difference(gaps, graded=graded)
     assert found.value == pytest.approx(sum(gaps) / len(gaps))
     assert (found.low, found.high) == pytest.approx((low, high), abs=5e-4)
 
@@ -93,7 +97,9 @@ def test_answers_to_the_same_prompts_are_compared_in_pairs(
             write_evaluation(run, 0, 1, part)
     compared = compare([run.path for run in runs])
     independent = difference(wilson(answered, answered), wilson(3, 4))
-    assert compared[1].gain == (paired_difference([1.0, 0.0, 0.0, 0.0]) if paired else independent)
+    assert compared[1].gain == (
+        paired_difference([1.0, 0.0, 0.0, 0.0], graded=False) if paired else independent
+    )
     assert values(compared)["runs"][compared[1].name]["paired"] is paired
     print_comparison(compared)
     assert ("+25.0 points" in (text_ := capsys.readouterr().out)) and (", paired" in text_) is paired

@@ -65,7 +65,11 @@ def compare(paths: Sequence[Path]) -> list[Compared]:
         after, first, gain, gaps = summary.score_after, found[0] if found else None, None, []
         if first and after and first.summary.score_after and _score_of(first.data) == _score_of(data):
             gaps = _gaps(data, first.data)
-            gain = paired_difference(gaps) if gaps else difference(after, first.summary.score_after)
+            gain = (
+                paired_difference(gaps, graded=data.graded)
+                if gaps
+                else difference(after, first.summary.score_after)
+            )
         found.append(Compared(name, data, summary, gain, bool(gaps)))
     return found
 

@@ -65,13 +65,14 @@ def difference(one: Estimate, other: Estimate) -> Estimate:
     return Estimate(gap, gap - below, gap + above)
 
 
-def paired_difference(gaps: Sequence[float]) -> Estimate:
+def paired_difference(gaps: Sequence[float], *, graded: bool) -> Estimate:
     """Estimate the mean of differences between two scores of the same prompts.
 
-    gaps: one per prompt. If all are −1, 0 or 1, as of right and wrong answers, the interval is that of Bonett
-    and Price (2012), which has a width even if there is no difference. Otherwise it is the normal one.
+    gaps: one per prompt. graded: whether scores are rewards of any size; the interval is then the normal one.
+    Otherwise they are 1 for right and 0 for wrong answers, and the interval is that of Bonett and Price
+    (2012), which has a width even if there is no difference.
     """
-    if not {-1.0, 0.0, 1.0}.issuperset(gaps):
+    if graded:
         return mean(sum(gaps), sum(gap * gap for gap in gaps), len(gaps))
     padded = [*gaps, 1.0, -1.0]
     centre, half = fmean(padded), Z * pstdev(padded) / math.sqrt(len(padded))
