@@ -349,7 +349,8 @@ class Judging(Lenient):
 def test_answers_that_cannot_be_judged_are_counted_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     request = Request(Prompt(0, np.zeros(3, np.int32), "7"), 0, 2, Sampling(0.0, 1.0, 12))
     group = Group(request, (completion("#### 7"), completion("well")), np.zeros((2, 2), np.int32))
-    for task, told in ((Judging, ["1 of 2 answers could not be judged, and count as wrong"]), (Lenient, [])):
+    left_out = "1 of 2 answers could not be judged: they count as wrong, and a mean reward leaves them out"
+    for task, told in ((Judging, [left_out]), (Lenient, [])):
         caplog.clear()
         judge(task(ByteTokenizer()), [group])
         assert caplog.messages == told

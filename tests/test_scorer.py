@@ -485,9 +485,9 @@ class Silent(TabularTask):
         self._grades: list[float] = []
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-        """Right, if there is a reward."""
+        """Right, all of them."""
         self._grades = [math.nan if prompt.id == 2 else 1.0 for prompt in prompts]
-        return [grade == 1 for grade in self._grades]
+        return [True] * len(prompts)
 
     def grades(self) -> list[float]:
         """NaN for the one."""
@@ -498,7 +498,7 @@ def test_an_answer_without_a_reward_is_named(tmp_path: Path, caplog: pytest.LogC
     assert [one.correct for one in judge(tmp_path, Silent(), 1)] == [True, True, False, True]
     (told,) = [record.message for record in caplog.records if "grades()" in record.message]
     assert told.startswith(
-        "grades() gave nan for test prompt 2; this one counts as wrong (0 before for this reason"
+        "grades() gave nan for test prompt 2; this one counts as wrong, and a mean reward leaves it out (0 "
     )
 
 

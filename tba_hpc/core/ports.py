@@ -153,7 +153,8 @@ class Task(ABC):
     def grades(self) -> Sequence[float]:
         """Return the rewards of an evaluation's answers, or () if answers are only right or wrong.
 
-        Called right after ``correct``; there is one reward for each completion of that call.
+        Called right after ``correct``; there is one reward for each completion of that call. It is NaN if the
+        answer could not be judged: the answer then counts as wrong, and a mean reward leaves it out.
         """
         return ()
 

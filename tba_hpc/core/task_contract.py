@@ -125,6 +125,19 @@ def checked_grades(task: Task, total: int) -> Sequence[float | None]:
     return numbers
 
 
+def checked_verdicts(
+    task: Task, prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> list[tuple[bool, float | None]]:
+    """Return whether each completion is correct, and its reward if the task grades it, otherwise None.
+
+    A completion with a reward that is not finite could not be judged, and counts as wrong. Raises the
+    ConfigErrors of ``checked_correct`` and ``checked_grades``.
+    """
+    correct = checked_correct(task, prompts, completions)
+    verdicts = zip(correct, checked_grades(task, len(correct)), strict=True)
+    return [(right and (grade is None or math.isfinite(grade)), grade) for right, grade in verdicts]
+
+
 def _fault(prompt: object, place: int) -> str | None:
     """Return what is wrong with the prompt at index ``place`` of its split, and a remedy, or None."""
     if not isinstance(prompt, Prompt):

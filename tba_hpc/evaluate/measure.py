@@ -23,7 +23,7 @@ from rich.text import Text
 from tba_hpc.config import Config, ConfigError, GeneratorSection
 from tba_hpc.core.ports import MEAN_REWARD, Generator, Reference, Task, decoder
 from tba_hpc.core.prompts import prompt_room
-from tba_hpc.core.task_contract import checked_correct, checked_grades, checked_parts, checked_prompts
+from tba_hpc.core.task_contract import checked_parts, checked_prompts, checked_verdicts
 from tba_hpc.core.types import Group, Prompt, Request, Sampling, Split
 from tba_hpc.engine.vllm_generator import VllmGenerator
 from tba_hpc.evaluate.target import Target
@@ -279,14 +279,18 @@ def judge(task: Task, groups: Sequence[Group]) -> Judged:
     """Ask the task which completions are correct, and for their grades."""
     completions = [completion for group in groups for completion in group.completions]
     prompts = [group.request.prompt for group in groups for _ in group.completions]
-    correct, shape = checked_correct(task, prompts, completions), (len(groups), groups[0].request.n)
-    found = zip(correct, checked_grades(task, len(correct)), strict=True)
-    grades = [float(right) if grade is None else grade for right, grade in found]
+    verdicts, shape = checked_verdicts(task, prompts, completions), (len(groups), groups[0].request.n)
+    correct = [right for right, _ in verdicts]
+    grades = [float(right) if grade is None else grade for right, grade in verdicts]
     # Other tasks need not know their parts after ``correct``.
     parts = checked_parts(task, len(correct)) if isinstance(task, Jsonl) else {}
     means = {name: float(np.mean(finite)) for name, row in parts.items() if (finite := _finite(row))}
     if unjudged := int(np.count_nonzero(~np.isfinite(np.array(grades, float)))):
-        log.warning("%d of %d answers could not be judged, and count as wrong", unjudged, len(correct))
+        log.warning(
+            "%d of %d answers could not be judged: they count as wrong, and a mean reward leaves them out",
+            unjudged,
+            len(correct),
+        )
     return Judged(
         np.reshape(np.array(correct, bool), shape), np.reshape(np.array(grades, float), shape), means
     )

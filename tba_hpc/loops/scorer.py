@@ -23,10 +23,9 @@ from tba_hpc.core.own_code import raised_at
 from tba_hpc.core.ports import EngineError, Reference, Task
 from tba_hpc.core.task_contract import (
     Failures,
-    checked_correct,
-    checked_grades,
     checked_parts,
     checked_rewards,
+    checked_verdicts,
     class_name,
 )
 from tba_hpc.core.types import BEHAVIOUR, Group, Shard, WeightUpdate
@@ -159,7 +158,9 @@ class Scorer:
             "groups without a usable reward", "these trajectories are set aside", most_rejected
         )
         self._unjudged = Failures(
-            "answers that could not be judged", "this one counts as wrong", most_rejected
+            "answers that could not be judged",
+            "this one counts as wrong, and a mean reward leaves it out",
+            most_rejected,
         )
         self._reference = reference
         self._shards = shards
@@ -375,8 +376,7 @@ class Scorer:
     def _graded(self, answers: list[Group]) -> list[tuple[bool, float | None]]:
         prompts = [answer.request.prompt for answer in answers]
         completions = [completion for answer in answers for completion in answer.completions]
-        correct = checked_correct(self._task, prompts, completions)
-        return list(zip(correct, checked_grades(self._task, len(correct)), strict=True))
+        return checked_verdicts(self._task, prompts, completions)
 
     def _ref_logprobs(self, answers: list[Group]) -> list[float | None]:
         """Return log π_ref of each answer, summed over sampled tokens, nats; None without a reference."""
