@@ -20,8 +20,8 @@ from tba_hpc.core.wording import duration
 from tba_hpc.report import page, plots
 from tba_hpc.report.data import RunData
 from tba_hpc.report.digest import keep_digest
-from tba_hpc.report.run_state import RunMonitor
-from tba_hpc.report.status import cells, print_status
+from tba_hpc.report.run_state import RunMonitor, run_state
+from tba_hpc.report.status import cells, facts, plain_line, print_status
 from tba_hpc.report.summary import print_summary, summarise, summary_of, summary_rows, write_summary
 from tba_hpc.report.tables import print_rows
 from tba_hpc.run.directory import RunDir
@@ -459,7 +459,7 @@ def test_rewards_with_names_are_lines_of_one_plot(
 @pytest.mark.parametrize(
     ("names", "shown"), [(("right",), []), (("e", "d", "c", "b", "a"), ["a", "b", "c", "d"])]
 )
-def test_rewards_with_names_are_rows_of_the_summary(
+def test_rewards_with_names_are_rows_of_the_summary_and_a_line_of_status(
     run: RunDir, names: tuple[str, ...], shown: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two searchers have scored 4 completions each, with 0.5 and 1.5 on average."""
@@ -468,6 +468,11 @@ def test_rewards_with_names_are_rows_of_the_summary(
         rewards = {f"reward/{name}": 0.5 + searcher for name in names}
         write(run.metrics_file("searcher", searcher), [search(5.0, 10, 100, version=1, **rewards)])
     assert summarise(run).rewards == dict.fromkeys(shown, 1.0)
+    monitor = RunMonitor(run)
+    monitor.update()
+    means = ", ".join(f"{name} 1.000" for name in shown)
+    assert facts(monitor, run_state(monitor)).get("rewards", "") == means
+    assert (f"rewards {means}" in plain_line(monitor)) is bool(shown)
     print_summary(run, summarise(run))
     text = capsys.readouterr().out
     assert re.findall(r"reward (\w) +1\b", text) == shown

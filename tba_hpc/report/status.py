@@ -23,6 +23,7 @@ from tba_hpc.core.ports import RIGHT_AND_ENDED
 from tba_hpc.core.wording import count, duration, percent
 from tba_hpc.report.alerts import line
 from tba_hpc.report.attempts import fault_words
+from tba_hpc.report.curves import NAMED, NAMES, Trends
 from tba_hpc.report.data import MANY_SEARCHERS, Counts, RunData
 from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, RunState, job_of, run_state
 from tba_hpc.report.summary import policy_name, reference_of, summary_of
@@ -109,7 +110,7 @@ def _rates(rates: Sequence[float]) -> str:
 
 
 def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
-    """Return texts by title: ranks and their nodes, checkpoint, useful time, faults, and what to do next."""
+    """Return texts by title: rewards by name, ranks, nodes, checkpoint, time, faults, and what to do next."""
     attempt, job, trainer = monitor.attempt, job_of(monitor), monitor.trainer
     age, silence, trends = monitor.checkpoint_age, monitor.silence, monitor.trends
     ago = "" if age is None else f", {duration(age)} ago"
@@ -117,6 +118,7 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
     no_room = f"the checkpoint of step {number(trainer.postponed, 'step', 0):.0f}: "
     restarts = f", restarts: {attempt.restarts}" if attempt and job and attempt.job == job[0]["job"] else ""
     found = {
+        "rewards": _named_rewards(trends),
         "attempt": f"{attempt.name}, {attempt.trainers} trainer + {attempt.searchers} searcher ranks"
         if attempt and attempt.name
         else "",
@@ -134,6 +136,12 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         "next": now.command,
     }
     return {title: text for title, text in found.items() if text}
+
+
+def _named_rewards(trends: Trends) -> str:
+    """Return the latest means of the first NAMES named rewards; "" unless the task returns several."""
+    means = {name.removeprefix(NAMED): trends.latest(name) for name in trends.named_rewards[:NAMES]}
+    return ", ".join(f"{name} {_show(mean, '{:.3f}')}" for name, mean in means.items())
 
 
 def _elastic(monitor: RunMonitor, index: int, owner: Owner) -> str:
@@ -205,7 +213,8 @@ def plain_line(monitor: RunMonitor) -> str:
     if now.state == "training":
         parts.append(f"step {monitor.step}/{steps}")
     if monitor.step and (monitor.phase or now.over):
-        parts += [f"{title} {value}" for title, value in cells(monitor).items() if value != NOTHING]
+        values = {**cells(monitor), "rewards": _named_rewards(monitor.trends) or NOTHING}
+        parts += [f"{title} {value}" for title, value in values.items() if value != NOTHING]
     worst = [f"alert: {alert.short}" for alert in monitor.alerts[:1]]
     return " · ".join([*parts, *fault_words(monitor.faults), *worst])
 
