@@ -105,6 +105,24 @@ def test_answers_to_the_same_prompts_are_compared_in_pairs(
     assert ("+25.0 points" in (text_ := capsys.readouterr().out)) and (", paired" in text_) is paired
 
 
+@pytest.mark.parametrize(("unjudged", "paired"), [(0, True), (1, False)])
+def test_graded_runs_are_compared_in_pairs_only_if_every_answer_has_a_reward(
+    tmp_path: Path, unjudged: int, paired: bool
+) -> None:
+    """An answer that could not be judged has the result 0, as of a task without rewards."""
+    runs = [new_run(tmp_path / name) for name in ("a", "b")]
+    for run, lacking in zip(runs, (0, unjudged), strict=True):
+        run.inputs.mkdir(exist_ok=True)
+        (run.inputs / "test.crc32").write_bytes(b"same")
+        for at in (0, 10):
+            results = {prompt: 0.5 if prompt >= lacking else 0.0 for prompt in range(4)}
+            counts = {"correct": 0, "total": 4, "tokens": 9, "truncated": 0, "graded": 4 - lacking}
+            sums = {"rewards": sum(results.values()), "squares": sum(one**2 for one in results.values())}
+            part = Evaluation(split="test", step=at, results=results, **counts, **sums)  # type: ignore[arg-type]
+            write_evaluation(run, 0, 1, part)
+    assert compare([run.path for run in runs])[1].paired is paired
+
+
 def test_only_what_differs_is_told_but_names_and_places(runs: list[RunDir]) -> None:
     rows = {row.pop("key"): list(row.values()) for row in config_rows(compare([run.path for run in runs]))}
     assert rows["train.objective.name"] == ["trajectory_balance", "rloo"]

@@ -216,9 +216,21 @@ def test_a_job_that_slurm_ends_is_gone_only_if_slurm_does_not_requeue_it(
     assert words in line and line.endswith(f" | {command.format(run=run.path)}")
 
 
-@pytest.mark.parametrize("follower", ["PENDING", "CANCELLED"])
+@pytest.mark.parametrize(
+    ("follower", "event", "words"),
+    [
+        ("PENDING", "stopped", "stopped at step 0; job 100 continues | tba status {run}"),
+        ("CANCELLED", "stopped", "stopped at step 0 | tba submit --config {run} --nodes 1"),
+        (
+            "PENDING",
+            "failed",
+            "the ranks failed, exit status 137; see {run}/logs/latest; job 100 continues | ",
+        ),
+        ("CANCELLED", "failed", "gave up: the ranks failed, exit status 137; see {run}/logs/latest | "),
+    ],
+)
 def test_in_a_chain_the_next_job_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, follower: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, follower: str, event: str, words: str
 ) -> None:
     run, now = run_that_tells(tmp_path, command=to_file(tmp_path)), time.time()
     (run.path / "slurm").mkdir()
@@ -228,12 +240,10 @@ def test_in_a_chain_the_next_job_continues(
     (tmp_path / "squeue").write_text(f"#!/bin/sh\nprintf '%s\\n' '{rows[0]}' '{rows[1]}'\n")
     (tmp_path / "squeue").chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    for kind in ("allocated", "start", "stopped"):
-        happen(run, now, kind, job="99", attempt="attempt-001", trainers=1, searchers=2, nodes="n")
+    for kind in ("allocated", "start", event):
+        happen(run, now, kind, job="99", attempt="attempt-001", trainers=1, searchers=2, nodes="n", code=137)
     notify.Notifier(run, job_states, since=now - 1).leave()
-    on, again = f"; job 100 continues | tba status {run.path}", f" | tba submit --config {run.path} --nodes 1"
-    end = on if follower == "PENDING" else again
-    assert told(tmp_path)[-1] == f"end {run.path.name}: stopped at step 0{end}"
+    assert told(tmp_path)[-1].startswith(f"end {run.path.name}: {words.format(run=run.path)}")
 
 
 def test_a_start_that_nobody_saw_before_the_end_is_told_with_it(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from recorded import happen, new_run
 from tba_hpc.checks import folders
 from tba_hpc.commands.submission import (
     Submission,
+    again,
     load_anchored,
     nodes_of_this_job,
     parse_seeds,
@@ -28,6 +29,11 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events, resume_command
 
 SUBMISSION = Submission(config=Path("math_gsm8k"), site=Path("generic"), nodes=4, overrides=["train.steps=5"])
+
+
+def test_a_submission_that_is_repeated_begins_at_once(tmp_path: Path) -> None:
+    delayed = replace(SUBMISSION, options=["--begin=now+4minutes", "--mail-type=END"])
+    assert again(delayed, new_run(tmp_path)).endswith(" --nodes 4 --sbatch mail-type=END")
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,12 @@ def compare(paths: Sequence[Path]) -> list[Compared]:
 def _gaps(data: RunData, first: RunData) -> list[float]:
     """Return by how much a run's final score of each test prompt exceeds the first run's.
 
-    Returns [] if the two did not answer the same prompts, or if not all of these answers have a result.
+    Returns [] if the two did not answer the same prompts, or if not all of these answers have a result. In a
+    graded run that is a reward.
     """
     after, before = (run.evaluated("test")[-1] for run in (data, first))
+    if data.graded and (after.graded, before.graded) != (after.total, before.total):
+        return []
     if not len(after.results) == len(before.results) == after.total == before.total:
         return []
     if after.results.keys() != before.results.keys() or not have_same_prompts(data.run, first.run, "test"):

@@ -278,7 +278,7 @@ class EqualDuplicates(Section):
 
 class EditDuplicates(Section):
     name: Literal["edits"] = "edits"
-    """Of completions a small edit distance apart, keep only the one with the highest reward."""
+    """Keep only the completion with the highest reward of those that are a small edit distance apart."""
     limit: float = Field(0.25, gt=0, le=0.5)
     """Edit distance, as a share of the sum of both lengths, below which two completions are duplicates."""
 

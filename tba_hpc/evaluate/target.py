@@ -18,7 +18,7 @@ from tba_hpc.run.directory import RunDir
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What to evaluate. config: names model and task. reference: the reference model's path, or None."""
+    """Subject of an evaluation. config: names model and task. reference: path of the reference, or None."""
 
     config: Config
     reference: str | None

@@ -66,7 +66,7 @@ exchange thread polls it.
 
 
 class Purpose(IntEnum):
-    """What the leader announces: a round with or without weights, the end of the run, or a delay."""
+    """Purpose of the leader's message: a round with or without weights, the end of the run, or a delay."""
 
     PUBLISH = 1  # weights out, shards in
     GATHER = 2  # shards in

@@ -380,7 +380,7 @@ def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path,
 
 @dataclass
 class Signals:
-    """What the user or Slurm has asked for by signals.
+    """Requests of the user or Slurm that came as signals.
 
     stop: end the run at its next safe point. kill: end it at once. preempted: the last signal was SIGUSR1 or
     SIGTERM, in a Slurm job, where it means that the job is preempted or out of time.

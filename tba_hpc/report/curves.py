@@ -32,7 +32,7 @@ FRESH_CURVES = tuple(name for name in CURVES if name.startswith("search/"))
 NAMED = "search/reward/"
 """Beginning of the names of the metrics of a task's named rewards."""
 
-NAMES = 4
+SHOWN_REWARDS = 4
 """Largest number of named rewards that are shown."""
 
 OF_TIME = frozenset(

@@ -28,7 +28,7 @@ from tba_hpc.run.evaluations import Evaluation, evaluations_on_disk, find_evalua
 from tba_hpc.run.history import EMPTY, ShardSize
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
-SHORT_SECONDS = 600.0
+SHORT_RUN_SECONDS = 600.0
 """Shortest time for which a run outside a job must have held its machine until its ETTR is shown, s."""
 
 MANY_SEARCHERS = 4
@@ -61,9 +61,9 @@ class RunData:
     """A run as of the last ``update``. Raises ConfigError if its config cannot be read.
 
     finished: whether nothing is left to do. trainer: digest of the trainer's metrics. searchers: digests of
-    the searchers' metrics, by index. all_events: all events of the run, see
-    ``run.events.log_event``. events: these without the ones of ``tba submit``, after which a run may wait in
-    the queue for days. evaluations: the complete ones, by name.
+    the searchers' metrics, by index. all_events: all events of the run, see ``run.events.log_event``.
+    events: these without the ones of ``tba submit``, after which a run may wait in the queue for days.
+    evaluations: the complete ones, by name.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -129,8 +129,9 @@ class RunData:
         """Earlier values, oldest first, of each config key that a resume changed, by dotted key."""
         past: dict[str, list[Any]] = {}
         for event in self.events:
-            for key, (old, _) in event.get("keys", {}).items():
-                past.setdefault(key, []).append(old)
+            if event["event"] == "changed":
+                for key, (old, _) in event["keys"].items():
+                    past.setdefault(key, []).append(old)
         return past
 
     @property
@@ -237,10 +238,10 @@ class RunData:
         """Effective training time ratio: time of steps, each counted once, ÷ time that machines were held.
 
         None before the first attempt; if the ratio exceeds 1, because a clock was set back; and for a run of
-        less than SHORT_SECONDS without a job, since the start of the engines would decide it.
+        less than SHORT_RUN_SECONDS without a job, since the start of the engines would decide it.
         """
         held, useful = held_seconds(self.attempts, self.ends), self.step * (self.step_seconds.mean or 0.0)
-        if held < SHORT_SECONDS and not any(attempt.job for attempt in self.attempts):
+        if held < SHORT_RUN_SECONDS and not any(attempt.job for attempt in self.attempts):
             return None
         return useful / held if held >= useful and held > 0 else None
 

@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tba_hpc.core.types import Split
 from tba_hpc.core.wording import printable
-from tba_hpc.report.curves import NAMED, NAMES, Curve
+from tba_hpc.report.curves import NAMED, SHOWN_REWARDS, Curve
 from tba_hpc.report.data import MANY_SEARCHERS, RunData
 from tba_hpc.report.summary import policy_name, reference_of, same_reference
 
@@ -99,11 +99,11 @@ def plots(data: RunData) -> list[Plot]:
 
 
 def _figures(data: RunData) -> list[Lines]:
-    """Return FIGURES. If the task names several rewards, a figure of the first NAMES of them comes second."""
+    """Return FIGURES. If the task names several rewards, a figure of SHOWN_REWARDS of them comes second."""
     names = _reward_names(data)
     if not names:
         return [*FIGURES]
-    shown = names[:NAMES]
+    shown = names[:SHOWN_REWARDS]
     room = 48 // len(shown)  # characters of a name in the legend
     lines = [(name, COLOURS[run_line(i)[0]], _reward_name(name)[-room:]) for i, name in enumerate(shown)]
     left_out = f"; {len(shown)} of {len(names)}" if len(names) > len(shown) else ""
@@ -129,7 +129,7 @@ def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
     names = [data.score_name for data in runs if data.evaluations] or ["score"]
     rewards = [
         Lines(f"Reward {_reward_name(name)}", "mean per fresh completion, without weights", _one(name))
-        for name in _reward_names(*runs)[:NAMES]
+        for name in _reward_names(*runs)[:SHOWN_REWARDS]
     ]
     shown = [figure for figure in FIGURES if figure.compared and (kl or figure.title != "KL")]
     shown[1:1] = rewards

@@ -23,7 +23,7 @@ from tba_hpc.core.ports import RIGHT_AND_ENDED
 from tba_hpc.core.wording import count, duration, percent
 from tba_hpc.report.alerts import line
 from tba_hpc.report.attempts import fault_words
-from tba_hpc.report.curves import NAMED, NAMES, Trends
+from tba_hpc.report.curves import NAMED, SHOWN_REWARDS, Trends
 from tba_hpc.report.data import MANY_SEARCHERS, Counts, RunData
 from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, RunState, job_of, run_state
 from tba_hpc.report.summary import policy_name, reference_of, summary_of
@@ -139,8 +139,8 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
 
 
 def _named_rewards(trends: Trends) -> str:
-    """Return the latest means of the first NAMES named rewards; "" unless the task returns several."""
-    means = {name.removeprefix(NAMED): trends.latest(name) for name in trends.named_rewards[:NAMES]}
+    """Return the latest means of SHOWN_REWARDS named rewards; "" unless the task returns several."""
+    means = {name.removeprefix(NAMED): trends.latest(name) for name in trends.named_rewards[:SHOWN_REWARDS]}
     return ", ".join(f"{name} {_show(mean, '{:.3f}')}" for name, mean in means.items())
 
 

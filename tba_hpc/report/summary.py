@@ -12,7 +12,7 @@ from tba_hpc.config import TaskSection, TrainSection
 from tba_hpc.core import schedules
 from tba_hpc.core.ports import MEAN_REWARD, RIGHT_AND_ENDED
 from tba_hpc.core.wording import count, duration, percent
-from tba_hpc.report.curves import NAMED, NAMES
+from tba_hpc.report.curves import NAMED, SHOWN_REWARDS
 from tba_hpc.report.data import Counts, RunData
 from tba_hpc.report.estimates import Estimate
 from tba_hpc.run.directory import RunDir
@@ -34,6 +34,7 @@ class Summary(Counts):
     """Counts and results of a run, None where not measured.
 
     Scores and perplexities are of the held-out test split.
+
     pass_at_1_…: share of correct answers before and after training; None if no answer can be called correct,
     see ``Evaluation.tells_correct``. evaluated_step: step of the ``after`` figures; less than ``steps`` if
     the run then went on and was stopped. test_prompts: number of prompts.
@@ -51,8 +52,8 @@ class Summary(Counts):
     second.
     trainer_wait_share: see train/wait_share; of the last start only. publish_stall_seconds, seal_share,
     staleness, propagation_seconds: means over the run, see docs/metrics.md. figures: current values, by
-    metric. rewards: current values of the first NAMES named rewards, without weights; empty unless the task
-    names several.
+    metric. rewards: current values of the first SHOWN_REWARDS named rewards, without weights; empty unless
+    the task names several.
     skipped_steps: optimizer steps skipped, since loss or gradient norm was not finite. rejected: trajectories
     set aside, since they have no usable reward. alerts: sentences, the worst first.
     """
@@ -138,7 +139,9 @@ def summary_of(data: RunData) -> Summary:
         staleness=trends.curves["staleness/mean"].mean,
         propagation_seconds=trends.curves["search/propagation_seconds"].mean,
         figures={name: trends.latest(name) for name in CURVES},
-        rewards={name.removeprefix(NAMED): trends.latest(name) for name in trends.named_rewards[:NAMES]},
+        rewards={
+            name.removeprefix(NAMED): trends.latest(name) for name in trends.named_rewards[:SHOWN_REWARDS]
+        },
         skipped_steps=trends.skipped,
         rejected=trends.rejected,
         alerts=[alert.sentence for alert in data.alerts],

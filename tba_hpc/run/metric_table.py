@@ -111,7 +111,7 @@ STEP = {
         "steps", "as staleness/mean, but for a completion's last token (in a conversation, of its last turn)"
     ),
 }
-"""What the trainer logs of an optimizer step."""
+"""Metrics that the trainer logs of an optimizer step."""
 
 SEARCH = {
     "search/tokens": Metric("count", "tokens sampled, for training and for evaluations"),
@@ -163,8 +163,8 @@ SEARCH = {
         "count, so far", "trajectories set aside because their reward was missing or not finite"
     ),
 }
-"""What a searcher logs at intervals. Means, and counts not marked "so far", are of the time since it last
-logged."""
+"""Metrics that a searcher logs at intervals. Means, and counts not marked "so far", are of the time since it
+last logged."""
 
 METRICS = {**STEP, **SEARCH}
 """All metrics of both roles."""
