@@ -33,7 +33,7 @@ from tba_hpc.run.changes import consequences, is_done, refuse_steps_behind, resu
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.events import log_event
+from tba_hpc.run.events import log_event, run_command
 from tba_hpc.run.files import DiskFullError, refused_file
 from tba_hpc.run.notes import Exit, write_note
 from tba_hpc.run.owners import OwnedError, owned, refuse_owned
@@ -177,8 +177,8 @@ def run(
         with though_output_is_lost():
             steps = _show_results(run_dir, anew=not run_dir.finished, as_json=as_json)
             if not run_dir.finished:
-                again = shlex.join(["tba", "run", str(run_dir.path)])
-                typer.echo(f"stopped at step {steps}/{resolved.train.steps}; to resume: {again}", err=as_json)
+                reached = f"stopped at step {steps}/{resolved.train.steps}"
+                typer.echo(f"{reached}; to resume: {run_command(run_dir)}", err=as_json)
 
 
 @app.command(rich_help_panel=TRAINING)

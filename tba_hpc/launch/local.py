@@ -13,7 +13,6 @@ import math
 import os
 import pwd
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -38,7 +37,7 @@ from tba_hpc.report.status import LiveDisplay
 from tba_hpc.report.tables import Terminal
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import ATTEMPT, RunDir
-from tba_hpc.run.events import log_event
+from tba_hpc.run.events import log_event, run_command
 from tba_hpc.run.files import read_regular
 from tba_hpc.run.listeners import deafen, is_connected, listeners
 from tba_hpc.run.memory import oom_kills
@@ -434,7 +433,7 @@ def launch(
             steps = (number(record, "step", -1) for record in news.records() if "event" not in record)
             reached = max(steps, default=-1)
             if code != Exit.REFUSED and asked.preempted and not run.finished:
-                _say(console, f"stopped; to resume: {_again(run)}")
+                _say(console, f"stopped; to resume: {run_command(run)}")
                 return Exit.UNFINISHED
             if code in (Exit.DONE, Exit.REFUSED) or asked.stop:
                 return code
@@ -442,11 +441,6 @@ def launch(
                 return Exit.NO_PROGRESS
             before = reached
             _say(console, "restarting all ranks from the last checkpoint")
-
-
-def _again(run: RunDir) -> str:
-    """Return the command that resumes a run on this machine."""
-    return shlex.join(["tba", "run", str(run.path)])
 
 
 def _attempt(
@@ -469,7 +463,7 @@ def _attempt(
     if asked.kill:
         log_event(run, "aborted")
         how = "resume from the last checkpoint" if latest_checkpoint(run) else "start again from step 0"
-        _say(console, f"killed; to {how}: {_again(run)}")
+        _say(console, f"killed; to {how}: {run_command(run)}")
         return code
     if asked.stop and not at_work(logs):
         _say(console, "stopped before all ranks had started: nothing was trained, nothing is lost")

@@ -75,6 +75,11 @@ def read_events(run: RunDir) -> list[dict[str, Any]]:
     return parse_json_lines(read_regular(run.events_file))
 
 
+def run_command(run: RunDir) -> str:
+    """Return the command that resumes the run on this machine."""
+    return shlex.join(["tba", "run", str(run.path)])
+
+
 def resume_command(run: RunDir, events: Sequence[Mapping[str, Any]], *, job: str = "") -> str:
     """Return the command that resumes the run: ``tba run``, or its last ``tba submit`` or ``sbatch``.
 
@@ -86,7 +91,7 @@ def resume_command(run: RunDir, events: Sequence[Mapping[str, Any]], *, job: str
     if typed and (events[-1]["job"] or "command" in events[-1]):
         return typed[-1]
     if not (events[-1]["job"] if events else job):
-        return shlex.join(["tba", "run", str(run.path)])
+        return run_command(run)
     allocated = [str(event["nodes"]) for event in events if event["event"] == "allocated"]
     nodes = len(allocated[-1].split(",")) if allocated else "N"
     return shlex.join(["tba", "submit", "--config", str(run.path), "--nodes", str(nodes)])
