@@ -216,6 +216,10 @@ WRONG: dict[str, Case] = {
     "completions cut off at generator.max_tokens=512, from 0 % at first, since step ": case(
         {"search/truncated_share": lambda step: step / 200}
     ),
+    "cut off at generator.max_tokens=512, .* seldom rewarded. Raise this limit": case(
+        {"search/truncated_share": lambda step: step / 200},
+        task={"name": "jsonl", "train_file": "x", "reward": "m:f"},
+    ),
     "cut off .* the reward 0, which is more than the mean of -0.5. .*judge_truncated=true, which": case(
         {
             "search/truncated_share": lambda step: step / 200,

@@ -156,6 +156,14 @@ def test_all_that_a_searcher_lacks_is_waited_for_at_once(
     assert named == [str(run.shard_file(0, index)) for index in lacking]
 
 
+def test_a_file_server_that_is_away_after_a_gap_is_waited_for(run: RunDir, moods: Moods) -> None:
+    for _ in range(3):
+        sealed(run, searcher=0, groups=1)
+    run.shard_file(0, 0).unlink()
+    moods.opened = raises(errno.ESTALE, "000001.h5", times=2)
+    assert indices(PendingShards(run, timeout=0.3).read_all({})) == [1, 2]
+
+
 def test_an_index_that_was_set_aside_is_no_gap(run: RunDir, moods: Moods) -> None:
     for _ in range(3):
         sealed(run, searcher=0, groups=1)

@@ -100,6 +100,14 @@ def test_the_start_of_engines_is_neither_training_time_nor_effective(run: RunDir
     assert (summary.train_seconds, summary.ettr) == (10.0, pytest.approx(0.1))
 
 
+@pytest.mark.parametrize(("job", "seconds", "shown"), [("", 500, False), ("", 700, True), ("7", 500, True)])
+def test_a_short_run_outside_a_job_has_no_ettr(run: RunDir, job: str, seconds: int, shown: bool) -> None:
+    happen(run, 1000.0, "start", job=job, attempt="attempt-001", trainers=1, searchers=2)
+    write(run.metrics_file("trainer"), [step(1, 1100.0, loss=1.0, seconds=5.0)])
+    happen(run, 1000.0 + seconds, "finished", job=job)
+    assert (summarise(run).ettr is not None) is shown
+
+
 def test_tables_are_json_on_request(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     resumed_run(run)
     print_summary(run, summarise(run), as_json=True)

@@ -251,7 +251,12 @@ def test_a_mistyped_folder_that_could_be_a_name_on_the_hub_is_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine/chatmodel").mkdir(parents=True)
-    for path, told in (("mine/chatmodl", True), ("mine/chatmodel", False), ("org/model", False)):
+    for path, told in (
+        ("mine/chatmodl", True),
+        ("mine/chatmodel", False),
+        ("org/model", False),
+        ("gpt2", False),
+    ):
         found = [one.sentence for one in check_files(Facts(config=parse_config({"model": {"path": path}})))]
         assert found == told * [
             "model.path=mine/chatmodl does not exist here, so it is taken for a name on the hub: check the "

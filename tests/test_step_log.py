@@ -48,6 +48,14 @@ def record_of(
     return record
 
 
+def test_a_reset_within_a_measured_block_forgets_what_the_block_took_before(tmp_path: Path) -> None:
+    clock = new_log(tmp_path).clock
+    with clock("wait"):
+        time.sleep(0.2)
+        clock.reset()
+    assert clock.wall < 0.1 and clock.reset()["wait"] < 0.1
+
+
 def test_groups_without_variance_and_lengths_are_of_the_batch(tmp_path: Path) -> None:
     """Three groups of two, one of them with two rewards; completions of 1, 2, 3, 4, 5 and 3 tokens."""
     batch = batch_of([1, 2, 3, 4, 5, 3], [0, 0, 0, 1, 1, 1])

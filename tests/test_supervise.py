@@ -223,6 +223,16 @@ def test_a_node_that_slurm_has_taken_out_of_the_job_is_named_once(
     assert attempts(read_events(run))[0].note == "exit status 137, n3 unreachable"
 
 
+def test_a_node_that_was_without_an_answer_before_it_left_the_job_is_not_lost_again(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _next(run, "begin", hosts="n2 n3 n4")
+    assert _place(run, "n2 n4", **ONE) == "go 2 2 attempt-002"
+    assert _place(run, "n2 n4", **ONE | {"hosts": "n2 n4"}) == "go 2 2 attempt-003"
+    assert "is lost" not in capsys.readouterr().err
+    assert _events(run) == ["allocated", "unreachable", "start", "start"]
+
+
 def test_the_first_nodes_train_and_ranks_lie_in_blocks(run: RunDir) -> None:
     _place(run, "n2 n4", **ONE)
     assert (run.path / "slurm/hosts").read_text().split() == ["n2", "n2", "n4", "n4"]
