@@ -161,7 +161,9 @@ def test_a_job_that_queues_again_says_so_and_one_that_is_gone_too(tmp_path: Path
     happen(run, now, "requeue", job="7")
     told_of.leave()
     first, gone, queue = told(tmp_path)
-    assert first.startswith("start ") and queue.endswith(f"to queue again | tba status {run.path}")
+    assert first.startswith("start ") and queue.endswith(
+        f"nodes unreachable: leaves its nodes at step 0, to queue again | tba status {run.path}"
+    )
     assert "job 7 is gone" in gone and gone.endswith(f"tba submit --config {run.path} --nodes 1")
 
 

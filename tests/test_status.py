@@ -240,6 +240,21 @@ def test_silence_beyond_every_deadline_is_a_hint(run: RunDir) -> None:
     assert found.command == f"tail {run.logs}/latest/*.log"
 
 
+def test_a_trainer_that_stands_still_while_searchers_work_is_told(run: RunDir) -> None:
+    allocation(run, "allocated", "start", ago=800.0)
+    trained(run, ago=700.0)
+    searched = {"search/version": 4, "search/trajectories": 8, "search/reward": 0.5}
+    write(run.metrics_file("searcher", 0), [{**searched, "time": time.time() - 400}])
+    assert not look(run, queue("RUNNING")).standstill, "the searcher is as silent"
+    write(run.metrics_file("searcher", 0), [{**searched, "time": time.time()}])
+    monitor = look(run, queue("RUNNING"))
+    found = run_state(monitor)
+    assert (found.state, found.words) == ("training", "training, but no step has ended for 12 min")
+    assert found.command == f"tail {run.logs}/latest/*.log" and monitor.is_silent
+    trained(run, ago=100.0)
+    assert run_state(look(run, queue("RUNNING"))).words == "training"
+
+
 def test_a_lack_of_space_is_said_with_the_end_of_the_wait_until_a_checkpoint_is_complete(run: RunDir) -> None:
     happen(run, time.time() - 9, "start", attempt="attempt-001", trainers=1, searchers=2)
     trained(run)

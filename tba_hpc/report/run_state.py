@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 from tba_hpc.config import is_elastic
-from tba_hpc.report.attempts import Attempt, failures_in_a_row
+from tba_hpc.report.attempts import Attempt, Event, failures_in_a_row
 from tba_hpc.report.data import RunData, series
 from tba_hpc.report.digest import SearcherDigest
 from tba_hpc.run.checkpoints import latest_checkpoint, step_of
@@ -36,6 +36,9 @@ NEVER = re.compile(
     r"|Invalid(Account|QOS)"
 )
 """Pattern of Slurm's reasons for which a job stays in the queue until it, or a limit, is changed."""
+
+STANDSTILL_SECONDS, STANDSTILL_STEPS = 120.0, 10
+"""Shortest time without a step after which a trainer counts as standing still: seconds, and usual steps."""
 
 QUEUE_SECONDS = 10.0
 """Shortest pause between two queries to Slurm, s."""
@@ -163,9 +166,21 @@ class RunMonitor(RunData):
         return max(0.0, time.time() - heard) if heard else None
 
     @property
+    def standstill(self) -> float:
+        """Seconds since the trainer's last record, if it should have taken steps since; otherwise 0.
+
+        It should if it is training, its steps take far less, and other ranks have been heard.
+        """
+        quiet = time.time() - number(self.trainer.latest, "time", time.time())
+        limit = max(STANDSTILL_SECONDS, STANDSTILL_STEPS * (self.step_seconds.latest or 0.0))
+        alone = (self.silence or 0.0) < limit < quiet
+        return quiet if self.phase == "training" and alone else 0.0
+
+    @property
     def is_silent(self) -> bool:
-        """True if all ranks have been silent for longer than one of them ever waits for another."""
-        return (self.silence or 0.0) >= max(SILENT_RUN_SECONDS, self.config.launch.timeout_seconds)
+        """True if all ranks, or the trainer alone, have been silent for longer than any of them waits."""
+        silence = max(self.silence or 0.0, self.standstill)
+        return silence >= max(SILENT_RUN_SECONDS, self.config.launch.timeout_seconds)
 
     @property
     def checkpoint_age(self) -> float | None:
@@ -278,9 +293,16 @@ def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
         why_not += ": the job will never start unless a limit or a node changes; stop it, and submit it anew"
     if not _heard_of(monitor, job):
         return RunState("queued", f"queued{why_not}", command)
+    return RunState("requeued", f"{why_requeued(events)}, back in the queue at step {step}{why_not}", command)
+
+
+def why_requeued(events: Sequence[Event]) -> str:
+    """Say why the newest allocation of a run's job ended, and the job went back to the queue.
+
+    events: the run's, oldest first; at least one.
+    """
     kinds = {event["event"] for event in events if event["restarts"] == events[-1]["restarts"]}
-    why = next(words for needed, words in WHY_REQUEUED if kinds.issuperset(needed))
-    return RunState("requeued", f"{why}, back in the queue at step {step}{why_not}", command)
+    return next(words for needed, words in WHY_REQUEUED if kinds.issuperset(needed))
 
 
 def _heard_of(monitor: RunMonitor, job: list[QueueEntry]) -> bool:
@@ -405,7 +427,8 @@ def _at_work(monitor: RunMonitor) -> RunState:
             words = f"the buffer is filled, first optimizer step ({_seconds_since(since)})"
             return RunState("filling", words)
         case "training":
-            return RunState("training", "training")
+            still = f", but no step has ended for {monitor.standstill / 60:.0f} min"
+            return RunState("training", f"training{still if monitor.standstill else ''}")
         case "waiting":
             now = monitor.trainer.stretches[-1]
             why = "none came for a while" if now.last > now.first else "the first since the start"
@@ -452,7 +475,8 @@ def _seconds_since(moment: float) -> str:
 def _with_hint(monitor: RunMonitor, found: RunState) -> RunState:
     """Add a hint to a state if all ranks have been silent for too long, or if space is lacking."""
     if monitor.is_silent:
-        words = f"{found.words}; nothing heard for {(monitor.silence or 0) / 60:.0f} min: was it killed?"
+        heard = f"nothing heard for {(monitor.silence or 0) / 60:.0f} min: was it killed?"
+        words = found.words if monitor.standstill else f"{found.words}; {heard}"
         return RunState(found.state, words, f"tail {shlex.quote(str(monitor.run.logs))}/latest/*.log")
     return replace(found, words="; ".join(filter(None, [found.words, _no_space(monitor)])))
 

@@ -24,7 +24,7 @@ from tba_hpc.config import (
     value_text,
 )
 from tba_hpc.core.types import Role
-from tba_hpc.core.wording import first_few
+from tba_hpc.core.wording import count, first_few
 from tba_hpc.run.files import (
     DiskFullError,
     listing,
@@ -199,10 +199,14 @@ class RunDir:
         """
         run = cls(path.absolute())
         if not run.config_file.is_file():
-            raise ConfigError(
-                f"{path} is not a run directory: it has no config.yaml; start the run with 'tba run CONFIG', "
-                "or on Slurm with 'tba submit --config CONFIG --nodes N'"
-            )
+            if inside := sorted(folder.parent for folder in path.glob("*/config.yaml")):
+                remedy = f"it holds {count(len(inside), 'run')}; name one, such as {inside[-1]}"
+            else:
+                remedy = (
+                    "it has no config.yaml; start the run with 'tba run CONFIG', or on Slurm with "
+                    "'tba submit --config CONFIG --nodes N'"
+                )
+            raise ConfigError(f"{path} is not a run directory: {remedy}")
         run._refuse_another_format()
         os.umask(0o077)
         return run
