@@ -404,7 +404,7 @@ class DeepSpeedLearner:
         if mine:
             self._registered.register(out, mine[0].start, mine[-1].end)
         self._copy(self.layout, mine, out)
-        self._copied = (in_background if self._side.works else at_once)(self._wait_for_copies)
+        self._copied = (in_background if self._side.is_asynchronous else at_once)(self._wait_for_copies)
 
     def _copy(self, layout: WeightLayout, slots: Sequence[WeightSlot], out: np.ndarray) -> None:
         """Begin to copy the tensors of ``slots`` to their places in ``out``. All ranks call this together."""

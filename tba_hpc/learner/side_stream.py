@@ -22,14 +22,14 @@ class SideStream:
         self._copied: Any = None  # event that follows the last copies
 
     @property
-    def works(self) -> bool:
-        """True if there is a GPU, so that copies may go on after the block of ``copying``."""
+    def is_asynchronous(self) -> bool:
+        """True if there is a GPU, so that copies may still be in progress after the block of ``copying``."""
         return self._cuda is not None
 
     @contextmanager
     def copying(self) -> Iterator[None]:
         """Queue the copies made within the block. They begin once the GPU has finished all earlier work."""
-        if not self.works:
+        if not self.is_asynchronous:
             yield
             return
         current = self._cuda.current_stream()
