@@ -1,7 +1,7 @@
 """The command ``tba``. Each subcommand imports what is slow only when it runs.
 
-An error that the user can fix is one sentence on stderr, with exit status 2. Ranks leave such errors as notes
-in their attempt's folder, where ``tba run`` finds them.
+An error that the user can fix is reported as one sentence on stderr, with exit status 2. Ranks leave such
+errors as notes in their attempt's folder, where ``tba run`` finds them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tba_hpc.run.slurm_queue import SlurmError
 
 
 class _Commands(TyperGroup):
-    """The commands of ``tba``. A wrong call ends with one sentence, like every other error."""
+    """The commands of ``tba``. An invalid command line ends with one sentence, like every other error."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was typed. Raises ConfigError for an unknown command or wrong arguments."""
@@ -706,9 +706,10 @@ def _span(text: str | None) -> tuple[int, int] | None:
 
 
 def _open(path: Path, role: Role, index: int | None) -> RunDir:
-    """Open the run directory for a rank, and send its log messages to stderr. Raises ConfigError.
+    """Open the run directory for a rank, and send the rank's log messages to stderr.
 
-    The error is also left as a note for the launcher.
+    Raises ConfigError if it is not a run directory, or belongs to another version of this package. The error
+    is also left as a note for the launcher.
     """
     from tba_hpc.launch.rank import noting
 

@@ -1,1 +1,1 @@
-"""Checks, before a run starts, of the machine, the cluster, the task and the memory."""
+"""Checks of the machine, the cluster, the task and the memory, made before a run starts."""

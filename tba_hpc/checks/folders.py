@@ -92,7 +92,7 @@ def check_file_system(facts: Facts) -> Iterator[Finding]:
 
 
 def _seen_by_a_job(root: Path) -> bool:
-    """Return whether a job has written its log into a run in ``root``, as only a node that sees it can."""
+    """Return whether a run in ``root`` holds the log of a job, which proves that nodes can see ``root``."""
     return any(root.glob("*/slurm/job-*.log"))
 
 

@@ -157,7 +157,10 @@ def check_registered_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def judge_registered_memory(said: str) -> Finding:
-    """Return the finding about registered memory. said: output of ``try_a_page``, or an error of torch."""
+    """Return the finding on whether CUDA can register shared memory, which speeds up copies of weights.
+
+    said: output of a process that prints what ``try_a_page`` returns, or torch's error if that failed.
+    """
     answer = re.search(r"^cudaError \d+$", said, re.MULTILINE)  # warnings may come after it
     last = answer[0] if answer else (said.splitlines() or ["no answer"])[-1]
     if last == "cudaError 0":

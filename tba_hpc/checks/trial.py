@@ -119,7 +119,7 @@ def prepare(site: Site, root: Path, model: str | None, *, separate: bool = False
 
 
 def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> list[Finding]:
-    """Submit a trial job, wait up to ``seconds`` for its end, and return its findings.
+    """Submit a trial job, wait up to ``seconds`` for it to end, and return its findings.
 
     The first finding says whether its ranks formed one MPI world. Raises ConfigError if ``root`` is not
     writable, and SlurmError if Slurm does not answer.

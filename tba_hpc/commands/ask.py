@@ -151,13 +151,20 @@ def _reply(text: str, answer: Completion) -> Reply:
 
 
 def _text(answer: Completion, decode: Callable[[np.ndarray], str]) -> str:
-    """Return a completion's text, with a line before each further sequence of an agent's episode."""
+    """Return a completion's text.
+
+    If an agent's episode has several sequences, the line SEQUENCE precedes each of them except the first.
+    """
     parts = np.split(answer.tokens, np.flatnonzero(answer.begin_T))
     return f"\n{SEQUENCE}\n".join(map(decode, parts))
 
 
 def _load(name: str, config: Path | None, overrides: list[str]) -> tuple[Config | None, HfAnswers]:
-    """Return the config of the run or file, None if there is neither, and the model. Raises ConfigError."""
+    """Return a config, and the model to ask. Raises ConfigError.
+
+    name: run, or folder or hub name of a model. config: file with a config for that model. The result's
+    config is that of the run or the file. It is None for a model without a file.
+    """
     refuse_missing(name)
     from tba_hpc.learner.hf_answers import HfAnswers
 

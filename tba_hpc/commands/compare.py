@@ -77,8 +77,8 @@ def compare(paths: Sequence[Path]) -> list[Compared]:
 def _gaps(data: RunData, first: RunData) -> list[float]:
     """Return by how much a run's final score of each test prompt exceeds the first run's.
 
-    Returns [] if the two did not answer the same prompts, or if not all of these answers have a result. In a
-    graded run that is a reward.
+    Returns [] if the two did not answer the same prompts, or if one of the answers has no result. If ``data``
+    is graded, an answer without a reward has no result.
     """
     after, before = (run.evaluated("test")[-1] for run in (data, first))
     if data.graded and (after.graded, before.graded) != (after.total, before.total):
@@ -112,7 +112,7 @@ def config_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
 
 
 def _histories(data: RunData) -> dict[str, list[object]]:
-    """Return the values that each config key has had, the present one last, by dotted key."""
+    """Return for each dotted config key the values that it has had, the present one last."""
     now, past = flat(data.config.model_dump(mode="json")), data.past_values
     return {key: [_plain(one) for one in [*past.get(key, []), value]] for key, value in now.items()}
 

@@ -112,7 +112,7 @@ def _fetch(resource: Resource, environment: Mapping[str, str]) -> bool:
 
 
 def _tell(resource: Resource, what: str, *, there: bool = True) -> bool:
-    """Print a line about a resource, and return ``there``."""
+    """Print a line about a resource. Returns ``there``, whether it is available, for the caller to return."""
     print(f"  {resource}: {what}", flush=True)
     return there
 

@@ -74,14 +74,14 @@ def replay(
 
 
 class Unhurried(Freshness):
-    """Freshness of data in a replay: shards arrive as recorded, so no step waits for new ones."""
+    """Freshness in a replay, where no step waits for data: shards arrive at their recorded steps."""
 
     def starved(self, step: int) -> bool:
         """Return False: no step waits for a shard, since each comes at its recorded step."""
         return False
 
     def overdue(self, step: int) -> int:
-        """Return 0: no step waits for a request, because nobody answers requests."""
+        """Return 0: no request is overdue, because a replay has no searchers to answer one."""
         return 0
 
 

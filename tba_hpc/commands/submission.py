@@ -70,7 +70,7 @@ class Submission:
 
     @property
     def fetched_by(self) -> str:
-        """The ``tba fetch`` command that downloads what the ranks need, for messages."""
+        """The ``tba fetch`` command that downloads what the ranks need, as quoted in messages."""
         settings = [word for setting in self.overrides for word in ("--set", setting)]
         return shlex.join(["tba", "fetch", str(self.config), "--site", str(self.site), *settings])
 
@@ -118,9 +118,10 @@ class Submission:
 
 
 def _of_this_job(site: Site) -> dict[str, object]:
-    """Return the site keys that the nodes of this Slurm job determine.
+    """Return values of site keys that follow from the Slurm job in which this process runs.
 
-    If the site has ``gpus_per_node: 0``, that stays, so that no rank gets a GPU.
+    They are the numbers of GPUs and CPUs of this node, and ``hetjob``, which is false. If the site has
+    ``gpus_per_node: 0``, that stays, so that no rank gets a GPU.
     """
     gpus, cpus = (os.environ.get(name, "0") for name in ("SLURM_GPUS_ON_NODE", "SLURM_CPUS_ON_NODE"))
     return {
@@ -287,7 +288,10 @@ def script_of(
 
 
 def again(submission: Submission, run: RunDir) -> str:
-    """Return a command that submits the run again, from any folder; overrides are in its frozen config."""
+    """Return a command that submits the run again from any folder.
+
+    It repeats no overrides, because the run's frozen config already contains them.
+    """
     site = shipped.find(submission.site, "sites").absolute()
     if submission.here:
         return _by_hand(run, site, submission.nodes)

@@ -139,7 +139,7 @@ def _check(submission: Submission, found: dict[Path, list[Finding]], *, several:
 
 
 def _facts(config: Config, split: Plan | None, site: Site, submission: Submission) -> Facts:
-    """Return the facts of a run's job, or if ``split`` is None, of jobs of elastic searchers.
+    """Return the facts about a run's job or, if ``split`` is None, about jobs of elastic searchers.
 
     Raises SlurmError if Slurm does not answer.
     """

@@ -272,7 +272,10 @@ def _elsewhere(names: list[str], value: object) -> dict[str, list[str]]:
 
 
 def _nearly_elsewhere(name: str) -> str:
-    """Return the end of an error: our equivalent of a key in ``elsewhere`` that is nearly ``name``, or ""."""
+    """Return the end of an error message about an unknown key whose name resembles another library's key.
+
+    It names that library's key and our equivalent. Returns "" if no key in ``elsewhere`` is similar.
+    """
     for system, about in elsewhere().items():
         ours = {theirs: key for theirs, key, _ in about["keys"]}
         if close := difflib.get_close_matches(name, ours, n=1, cutoff=0.9):

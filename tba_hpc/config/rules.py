@@ -102,7 +102,10 @@ def check(config: Config) -> None:
 
 
 def _of_sampling(config: Config) -> Iterator[str]:
-    """Yield the sentence of each rule on sampling that the config breaks; the functions below do likewise."""
+    """Yield the sentence of each rule on sampling that the config breaks.
+
+    The functions below do the same for other rules.
+    """
     generator, objective = config.generator, config.train.objective
     if generator.tempered_range and not 0 < generator.tempered_range[0] <= generator.tempered_range[1]:
         yield "{generator.tempered_range} is not a range: give the lower temperature first, above 0"

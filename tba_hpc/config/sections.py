@@ -57,7 +57,10 @@ MayChange = Annotated[T, MAY_CHANGE]
 
 
 def _words(command: object) -> object:
-    """Split a command that is one line as a shell would; return any other value as it is."""
+    """Split a command given as one line into words, as a shell would; return any other value as it is.
+
+    Raises ValueError if a quotation mark is not closed.
+    """
     if not isinstance(command, str):
         return command
     try:
@@ -436,7 +439,7 @@ class TrainSection(Section):
 
     @property
     def searcher_has_reference(self) -> bool:
-        """True if searchers hold a model of the reference and score completions with it."""
+        """True if searchers hold a reference model and score completions with it."""
         return isinstance(self.reference, ModelReference) and self.reference.scored_by == "searcher"
 
     @property
@@ -514,7 +517,7 @@ class EvaluateSection(Section):
 
 
 class TrackSection(Section):
-    """Trackers that get the metrics from a process on the leading trainer's node; see also ``tba track``."""
+    """Trackers to which a process on the leading trainer's node sends the metrics; see also ``tba track``."""
 
     wandb: MayChange[Text | None] = None
     """Weights & Biases project; null: none. All attempts of a run log to the same W&B run. W&B's environment
@@ -563,7 +566,7 @@ class LaunchSection(Section):
 
     @property
     def silence_seconds(self) -> float:
-        """Longest silence of a busy engine, which is then replaced, and longest call of a reward, s."""
+        """Time in seconds after which a silent engine is replaced, and a call of a reward is given up."""
         return self.timeout_seconds / 2
 
     @property

@@ -63,7 +63,9 @@ def plan(
     rank, ranks: index of the rank among the trainer ranks, and their number. budget: token limit of a
     micro-batch, padding included. None: the limit is ``enough`` tokens, or the size of the largest group if
     that is more. share_prompts: whether a group's prompt is laid out once for all of its completions, without
-    padding. Attention then still reads the prompt once per completion. Several groups are therefore put
+    padding.
+
+    With share_prompts, attention still reads a prompt once per completion. Several groups are therefore put
     together only if attention reads at most READ_FACTOR times the budget. Without share_prompts, a trajectory
     of several sequences becomes a padded rectangle, which may exceed the budget.
 

@@ -68,7 +68,7 @@ class Shape:
         return 2 * self.layers * self.key_value * weight_bytes
 
     def without_head(self) -> Shape:
-        """Return the shape without output layer, as for a classifier or embedder that computes no logits."""
+        """Return the shape without the output layer, for a classifier or embedder that computes no logits."""
         return replace(self, head=0, vocabulary=0)
 
     @property

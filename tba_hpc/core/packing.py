@@ -47,7 +47,7 @@ class Varlen:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Padded:
-    """Indices for attention over a row by padded rectangles.
+    """Indices for copying a row into padded rectangles, in which attention is computed, and back.
 
     Each rectangle holds sequences of similar length with their prompts.
 
@@ -136,9 +136,9 @@ def _is_new(number_N: np.ndarray) -> np.ndarray:
 
 
 def cut(sequences: Ragged, prompt_length_N: np.ndarray, begin_T: np.ndarray) -> tuple[Ragged, np.ndarray]:
-    """Cut sequences before the completion tokens that ``begin_T``, bool, marks; see ``pack``.
+    """Cut sequences before each completion token at which ``begin_T``, bool [T], is True; see ``pack``.
 
-    Returns the pieces in order, and for each piece the index of the sequence that it was cut from, int64.
+    Returns the pieces in order, and for each piece the index of the sequence from which it was cut, int64.
     """
     begins = np.flatnonzero(begin_T)
     before = offsets_of(prompt_length_N)  # number of prompt tokens before each sequence

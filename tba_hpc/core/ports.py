@@ -62,7 +62,7 @@ class Tokenizer(Protocol):
 
 @runtime_checkable
 class WholeTokenizer(Tokenizer, Protocol):
-    """A tokenizer that can also show special tokens, as task.special_tokens requires."""
+    """A tokenizer that can also decode special tokens instead of dropping them; see task.special_tokens."""
 
     def decode_whole(self, tokens: np.ndarray) -> str:
         """Return the text of ``tokens``, special tokens included."""
@@ -215,7 +215,9 @@ class Serve(Protocol):
     def __call__(
         self, model: ModelSection, generator: GeneratorSection, *, chat: bool, keys: Sequence[str]
     ) -> Victim:
-        """Begin to serve ``model``; return the victim, which answers texts. Raises ConfigError on failure.
+        """Begin to serve ``model``, and return it as a Victim, from which the task requests answers.
+
+        Raises ConfigError if the model cannot be served.
 
         generator: sampling parameters, limits on memory, and the number of answers to each text
         (completions_per_prompt). chat: whether the chat template turns each text into a user's message. keys:
@@ -418,7 +420,7 @@ class TrainerExchange(Protocol):
     def gather(self) -> bool:
         """Start a round that only fetches shards, because the trainer waits for them.
 
-        Results and errors are those of ``publish``.
+        Returns and raises the same as ``publish``.
         """
 
     def collect(self) -> list[Shard]:

@@ -74,7 +74,7 @@ class CompletedRequests:
         return found
 
     def remaining(self, place: int, places: int) -> Iterator[int]:
-        """Yield the ids of requests not yet completed, those ≡ ``place`` (mod ``places``), without end.
+        """Yield, without end, the ids ≡ ``place`` (mod ``places``) of requests that are not yet completed.
 
         Ids ascend. A searcher issues the requests of its place. As a rule no other searcher has that place,
         so no request is issued twice in an attempt. The next searcher with this place issues again what is

@@ -636,7 +636,7 @@ class WeightLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors together."""
+        """Total size of all tensors, in bytes."""
         return self.slots[-1].end if self.slots else 0
 
     @classmethod

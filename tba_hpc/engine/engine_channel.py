@@ -156,7 +156,7 @@ T = TypeVar("T")
 class Channel(Generic[T]):
     """One end of the socket, at which messages of type T arrive.
 
-    Sending never blocks: later calls send what the socket does not accept now.
+    Sending never blocks. Later calls send whatever the socket does not accept at once.
     """
 
     def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> None:

@@ -55,9 +55,10 @@ class HfBackend:
     def learner(
         self, *, rank: int, ranks: int, store: Path, folder_of: Callable[[int], Path]
     ) -> SharedLearner:
-        """Make a trainer rank's learner. All trainer ranks find each other by files in the folder ``store``.
+        """Make a trainer rank's learner; see ports.Backend for the arguments.
 
-        Raises ConfigError, or ExchangeError that names missing ranks.
+        All trainer ranks find each other through files in ``store``. Raises ConfigError, or ExchangeError,
+        which names the missing ranks.
         """
         from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 

@@ -351,8 +351,9 @@ class Engine:
     def _complete_steps(self) -> list[Finished]:
         """Finish the steps that vLLM has started in advance; return the requests that finish in them.
 
-        The old weights sample the tokens of these steps, but vLLM would label them with the version in use
-        when it gets the tokens. On a CPU no step is started in advance.
+        This is called before new weights are loaded, if the KV cache is kept. The old weights sample the
+        tokens of these steps, but vLLM would label them with the version in use when it gets the tokens. On a
+        CPU no step is started in advance.
         """
         from vllm.v1.core.sched.interface import PauseState
 

@@ -1,7 +1,7 @@
 """The searcher's side of a vLLM engine, which runs in a separate process.
 
-Because of that process, engine and searcher do not compete for Python's global lock, and the searcher
-survives if the engine dies.
+Because of that process, engine and searcher do not compete for Python's global interpreter lock (GIL), and
+the searcher survives if the engine dies.
 """
 
 from __future__ import annotations
@@ -205,21 +205,22 @@ class VllmGenerator:
         An engine is replaced, and its requests start again, if it died, was silent for ``silence_seconds``,
         or was not built within ``start_seconds``. A group with NaN log-probabilities is sampled again.
 
-        Raises EngineError after REBUILDS_WITHOUT_RESULT replacements without a finished group; if the first
-        two engines fail before they are ready, in the same way and not by chance (``is_permanent``); if
-        weights are not finite; or if a request gets NaN log-probabilities TRIES times.
+        Raises EngineError after REBUILDS_WITHOUT_RESULT replacements without a finished group, if weights are
+        not finite, or if a request gets NaN log-probabilities TRIES times. It is also raised if two engines
+        in a row end by themselves in the same way before any has been ready, see ``is_permanent``.
 
-        Raises ConfigError if vLLM cannot be imported, refuses the settings, fails with a PERMANENT error
-        before it is ready, or does not accept all of the weights.
+        Raises ConfigError if vLLM cannot be imported, refuses the settings, or does not accept all of the
+        weights. It is also raised if an engine ends before any has been ready, with an exception that shows a
+        programming error (PERMANENT), or if a system library or program is missing.
         """
         self._listen()
         groups, self._finished = self._finished, []
         return groups
 
     def load(self, update: WeightUpdate) -> None:
-        """Replace the weights once the engine's current step is over. Waits while an earlier load goes on.
+        """Replace the weights once the engine's current step is over. Waits until earlier loads are complete.
 
-        Unfinished completions continue with the new weights. Tokens sampled before keep their
+        Unfinished completions continue with the new weights. Tokens already sampled keep their
         log-probabilities and versions. The KV cache is computed again, unless ``generator.keep_kv`` is set.
         """
         while self.loading:
@@ -232,7 +233,7 @@ class VllmGenerator:
             self._engine.send(self._load)
 
     def close(self) -> None:
-        """End the engine. No other method may be called afterwards."""
+        """Shut down the engine. No other method may be called afterwards."""
         self._engine.end()
 
     def _listen(self) -> None:
@@ -319,7 +320,10 @@ class VllmGenerator:
 
     @property
     def _fewer_graphs(self) -> str:
-        """cudagraph_mode of the next engine; empty if the present engine has no CUDA graphs."""
+        """vLLM's cudagraph_mode to try after NaN log-probabilities, with fewer CUDA graphs than now.
+
+        Empty if the present engine uses no CUDA graphs.
+        """
         return FEWER_GRAPHS.get(self._graphs_asked or self._graphs, "PIECEWISE")
 
     def _require_finite_weights(self) -> None:

@@ -17,7 +17,7 @@ from tba_hpc.learner.hf_model import load_tokenizer
 
 
 class VllmVictim:
-    """A ports.Victim on vLLM. A text that is too long loses its beginning.
+    """A ports.Victim on vLLM. A text that is too long is truncated at its beginning.
 
     The constructor starts the engine, and ``answers`` waits until it is built; ports.Serve explains the
     arguments. The engine ignores signals to the searcher's processes. It ends with the searcher, or with the

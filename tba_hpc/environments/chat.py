@@ -64,7 +64,7 @@ class Call(NamedTuple):
 def parse_calls(text: str) -> list[Call | str]:
     """Parse the tool calls in a turn's text, at most MOST_CALLS. A malformed call becomes an error message.
 
-    Thoughts are ignored. A call stands between ``<tool_call>`` and ``</tool_call>``, or is in DeepSeek's
+    Reasoning is ignored. A call is enclosed in ``<tool_call>`` and ``</tool_call>``, or is in DeepSeek's
     format. Between the tags is a JSON object ``{"name": …, "arguments": {…}}`` (Hermes, Qwen), or the format
     of Qwen 3.5, Nemotron 3 or GLM. If there is no such call, the whole turn must be
     ``{"name": …, "parameters": {…}}`` (Llama), or begin with ``[name(argument=…), …]`` (LFM2).
@@ -186,8 +186,8 @@ class Chat:
     def require(self, role: str) -> None:
         """Raise ConfigError if the template rewrites earlier text when a message with this role follows.
 
-        One change is allowed. Where the model's answer begins, a template may add or leave out the beginning
-        of a thought, or an empty thought.
+        One change is allowed. Directly before the model's answer, the template may add or omit text that is
+        in no message, such as an opening thinking tag or an empty thinking block.
         """
         if role in self._fit:
             return

@@ -124,8 +124,8 @@ class Episode:
         """Append tokens, int32 [T], to the current sequence.
 
         logprobs: float32 [T]. top: TOP_LOGPROBS [T, C], the likeliest tokens at each position. Both are None
-        for an environment's tokens. The first part of sequence 0 must be sampled; the first part of any later
-        sequence must not.
+        for tokens that the policy did not sample. Sequence 0, which follows the prompt, must begin with
+        sampled tokens. Any later sequence must begin with other tokens, which take the place of a prompt.
         """
         if logprobs is None:
             logprobs = np.full(len(tokens), np.nan, np.float32)
@@ -198,8 +198,8 @@ class Conversations:
     def load(self, update: WeightUpdate) -> None:
         """Load new weights; open episodes continue under them.
 
-        If they are the run's last weights, training episodes are left unfinished instead: the trainer would
-        not learn from them, and evaluations would wait for their environments.
+        If they are the run's last weights, training episodes are left unfinished instead. The trainer would
+        not learn from these episodes, and evaluations would have to wait for their environments.
         """
         self._generator.load(update)
         self._loaded = update.publication.version
@@ -212,7 +212,8 @@ class Conversations:
     def _work(self, episode: Episode, call: Callable[[], Any], then: Callable[[Episode, Any], None]) -> None:
         """Run ``call`` in a thread; later, in ``step``, run ``then`` with its result.
 
-        If either raises, the episode fails. Neither runs for a training episode after the run's last weights.
+        If either raises, the episode fails. Once the run's last weights have been loaded, neither runs for a
+        training episode.
         """
 
         def work() -> Any:
@@ -356,10 +357,10 @@ class Job:
 
 
 class Workers:
-    """Runs up to ``at_once`` jobs concurrently, each in a thread. A job fails after ``seconds``.
+    """Runs up to ``at_once`` jobs concurrently, each in a thread.
 
-    Results are delivered in the thread that calls ``deliver``. A thread cannot be ended: the thread of a
-    hanging job stays, as a daemon, while the next job begins.
+    A job that takes longer than ``seconds`` fails. Its thread cannot be ended, and goes on as a daemon, while
+    the next job begins. Results are delivered in the thread that calls ``deliver``.
     """
 
     def __init__(self, at_once: int, seconds: float) -> None:

@@ -77,7 +77,7 @@ class Endpoint:
         self._thread.join(CLOSE_SECONDS)
 
     async def _answer(self, request: web.Request) -> web.Response:
-        """Answer any request, a refused one with an error in OpenAI's format."""
+        """Answer any request. A refused one gets an error in OpenAI's format."""
         try:
             return await self._accepted(request)
         except RefusedError as error:

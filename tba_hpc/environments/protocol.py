@@ -28,7 +28,7 @@ MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "tba-hpc"}
 
 
 def _joined(content: Any) -> str:
-    """Return a message's text, which may be in parts. Raises ValueError if a part is not a text."""
+    """Return a message's text, which may be in parts. Raises ValueError if a part is not text."""
     parts = content if isinstance(content, list) else [{"text": content or ""}]
     try:
         return "".join(part["text"] for part in parts)

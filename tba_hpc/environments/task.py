@@ -1,4 +1,6 @@
-"""Tasks whose completions are conversations with an environment or a program, each about a row of JSONL.
+"""Tasks whose completions are conversations with an environment or a program.
+
+Each conversation is based on one row of a JSONL file.
 
     {"prompt": "Buy three apples.", "budget": 5}
 

@@ -57,7 +57,10 @@ class Host:
             self._process.stdin.flush()
 
     def ask(self, id: int, **order: Any) -> Line:
-        """Send an order; return the rollout's next request, or its result. Raises ConfigError."""
+        """Send an order (see ``send``), and wait for the answer: the rollout's next request, or its result.
+
+        Raises ConfigError if the process of verifiers ends.
+        """
         self.send(id, **order)
         while self._process.poll() is None or not self._answers[id].empty():
             with suppress(queue.Empty):
@@ -80,7 +83,8 @@ class Host:
 class Rollout:
     """Environment whose ``reset`` begins a rollout, and whose ``step`` sends it the model's turns.
 
-    python: path of a Python with verifiers. env: verifiers' configuration of an environment.
+    python: path of a Python interpreter that has verifiers installed. env: verifiers' configuration of an
+    environment.
     """
 
     python: ClassVar[str] = sys.executable

@@ -21,7 +21,10 @@ __all__ = ["find_target", "measure", "print_result"]
 
 
 def print_result(result: Result, *, as_json: bool = False) -> None:
-    """Print what was evaluated, a table of all figures, and the answers that are kept; or all as JSON."""
+    """Print what was evaluated, a table of all figures, and the answers that the result contains.
+
+    as_json: whether to print the whole result as JSON instead.
+    """
     if as_json:
         print(json.dumps(asdict(result), indent=2))
         return

@@ -47,16 +47,16 @@ AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Results of the model with one way of decoding.
+    """Results of the model for one decoding setting.
 
     temperature: 0 is greedy. samples: completions per prompt. scores: estimates by name, such as pass@1;
     empty if the task does not tell right answers from wrong ones. ended: share of completions that are
     correct and also ended by themselves; None without scores. truncated_share: share of completions that the
     token limit cut off. tokens: mean number of sampled tokens per completion. perplexity: perplexity of the
     sampled tokens under the reference, at model.logprob_temperature; None without a reference. reward: mean
-    over prompts of the mean reward; None if rewards only say right or wrong. rewards: mean over the
-    completions of each named reward, without weights; empty unless the config names several. summary: the
-    task's own statistics, see ``core.ports.Task``.
+    over prompts of the mean reward; None if rewards only say right or wrong. rewards: unweighted mean
+    of each named reward over the completions; empty unless the config names several. summary: the task's own
+    statistics, see ``core.ports.Task``.
     """
 
     temperature: float
@@ -75,10 +75,10 @@ class Decoding:
 class Result:
     """Result of an evaluation.
 
-    model, reference: paths of the models; None without a reference. dtype: dtype in which both computed.
-    prompts: number of prompts. score_name: the task's name for the share of correct answers. single: results
-    with one completion per prompt, as in the evaluations of a run. sampled: with several completions per
-    prompt; None if not requested. answers: answers of ``single`` to the first prompts.
+    model, reference: paths of the models; None without a reference. dtype: dtype in which both models were
+    run. prompts: number of prompts. score_name: the task's name for the share of correct answers. single:
+    results with one completion per prompt, as in the evaluations of a run. sampled: results with several
+    completions per prompt; None if not requested. answers: answers of ``single`` to the first prompts.
     """
 
     model: str
@@ -159,7 +159,7 @@ def measure(
 
 
 def _tell(what: str) -> None:
-    """Print on stderr what is done next."""
+    """Print to stderr what is about to be done."""
     Terminal(stderr=True).print(Text(f"{what} …", style="dim"))
 
 
@@ -220,7 +220,7 @@ def assess(
     groups: Sequence[Group],
     judged: Judged | None = None,
 ) -> Decoding:
-    """Compute the results of one way of decoding.
+    """Compute the results for one decoding setting.
 
     reference: computes the perplexity; None leaves it out. groups: one per prompt, with equal numbers of
     completions. judged: the task's verdicts; None: ask the task.
@@ -259,7 +259,7 @@ class Judged(NamedTuple):
     def is_graded(self) -> bool:
         """True unless every grade is 1 for a correct answer and 0 for a wrong one.
 
-        The mean reward would then add nothing to the share of correct answers.
+        If it is False, the mean reward adds nothing to the share of correct answers.
         """
         graded_PN = np.isfinite(self.grade_PN)
         return not np.array_equal(self.correct_PN[graded_PN], self.grade_PN[graded_PN])

@@ -18,7 +18,10 @@ from tba_hpc.run.directory import RunDir
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Subject of an evaluation. config: names model and task. reference: path of the reference, or None."""
+    """Subject of an evaluation.
+
+    config: config that names the model and the task. reference: path of the reference; None for none.
+    """
 
     config: Config
     reference: str | None

@@ -292,9 +292,10 @@ class FileTrainerExchange:
         self._retry(lambda: publish(self._folder / PROGRESS, data))
 
     def _still_needed(self) -> list[Entry]:
-        """Return the entries that stay listed beside a new one, with those on whose files they depend.
+        """Return the entries that stay in the manifest when a new one is added, oldest first.
 
-        These are the newest, and those whose evaluation is incomplete (at most MOST_WAITING on validation).
+        These are the newest KEEP − 1 entries, those whose evaluation is incomplete (on the validation split
+        at most the newest MOST_WAITING), and all entries on whose files these depend.
         """
         entries = self._manifest.entries
         waiting = [
@@ -462,7 +463,10 @@ class FileSearcherExchange:
         return layout, self._own
 
     def _changes(self, link: Entry) -> np.ndarray:
-        """Read and verify a file of changes, uint8. Raises DamagedError or OSError."""
+        """Read a file with changes of weights, and verify its checksum; return its contents, uint8 [bytes].
+
+        Raises DamagedError if the checksum is wrong, and OSError if the file cannot be read.
+        """
         changes = np.frombuffer(read_regular(self._folder / link.file), np.uint8)
         if crc32(changes.data) != link.checksum:
             raise DamagedError(f"{self._folder / link.file} is not what was written")

@@ -119,13 +119,13 @@ class ExchangeThread:
 
     @property
     def finished(self) -> bool:
-        """True if the function started last has ended. Raises ExchangeError if it failed."""
+        """True if the most recently started function has returned. Raises ExchangeError if it failed."""
         finished = self._work.done()
         self.check()
         return finished
 
     def check(self) -> None:
-        """Raise ExchangeError if the function started last has failed. Does not wait for it to end."""
+        """Raise ExchangeError if the most recently started function has failed. Does not wait for it."""
         if not self._work.done() or not (error := self._work.exception()):
             return
         if isinstance(error, ExchangeError):
@@ -133,7 +133,7 @@ class ExchangeThread:
         raise ExchangeError(f"the exchange failed ({error}): see the logs of the other ranks") from error
 
     def wait(self) -> None:
-        """Wait until the function started last has ended. Raises ExchangeError if it failed."""
+        """Wait until the most recently started function has returned. Raises ExchangeError if it failed."""
         wait([self._work])
         self.check()
 
@@ -350,7 +350,7 @@ class _Peer:
         self._handed_over()
 
     def _until_free(self, sequence: int) -> None:
-        """Wait until the weights of that sequence number may be written, or until the leader ends the run.
+        """Wait until this node's memory has room for the weights of a sequence number, or the run ends.
 
         Meanwhile report BUSY to the leader, as long as the main thread of this rank is alive.
         """
@@ -390,7 +390,10 @@ class _Peer:
 
 
 class MpiTrainerFollower(_Peer):
-    """A trainer rank other than the leader. It writes its part of ``layout.parts``, and answers rounds."""
+    """A trainer rank other than the leader. It writes its part of ``layout.parts`` and takes part in rounds.
+
+    ``next_weights`` returns the memory for it.
+    """
 
     _sequence = -1
 

@@ -306,7 +306,7 @@ class MpiWorld:
         return self._begin_work(welcome), welcome.progress
 
     def _begin_work(self, welcome: Welcome) -> NodeMemory:
-        """Return the node's memory, and apply ``work_deadline`` from now on, since all ranks are set up."""
+        """Return the node's memory, and apply ``work_deadline`` now that all ranks are set up."""
         memory = NodeMemory(self, welcome.layout, welcome.bucket_bytes)
         self.deadline = self.work_deadline or self.deadline
         return memory

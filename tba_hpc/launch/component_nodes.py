@@ -132,8 +132,8 @@ def _has(features: frozenset[str], constraint: str) -> bool:
 def separate_nodes(plan: Plan, site: Site) -> Plan:
     """Return the plan, with the nodes that each component of a het job must exclude.
 
-    The plan is returned unchanged if its job is no het job, if the site's sbatch_options choose nodes, or if
-    sinfo lists too few nodes. Raises ConfigError if no division of the nodes leaves enough for both
+    The plan is returned unchanged if its job is not a het job, if the site's sbatch_options choose nodes, or
+    if sinfo lists too few nodes. Raises ConfigError if no division of the nodes leaves enough for both
     components, and SlurmError if Slurm does not answer.
     """
     if plan.form != "het" or any(map(CHOOSES_NODES.match, site.sbatch_options)):

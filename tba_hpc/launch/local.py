@@ -291,8 +291,8 @@ class Ranks:
         """Return the exit status of the run, or None while it continues.
 
         The run ends if a trainer fails, or if all searchers have failed. After a stop request, failed
-        searchers do not end it: searchers that were still starting end at once, while the trainer has a
-        checkpoint to write.
+        searchers do not end it: those that were still starting end at once, but the trainer must still write
+        a checkpoint.
         """
         codes = [child.code for child in self.trainers]
         self.failed = next((child for child in self.trainers if child.code), None) or self._searchers_lost()
@@ -501,7 +501,7 @@ def _say(console: Console, text: str, style: str = "") -> None:
 
 
 def _once_possible(run: RunDir, config: Config, asked: Signals, do: Callable[[], Result]) -> Result:
-    """Return the result of ``do``, which uses the run's folder; call it again while it raises OSError.
+    """Return the result of ``do``, which uses the run's folder; retry as long as it raises OSError.
 
     Raises LaunchError after ``launch.disk_seconds``, or once the user has asked to kill the run.
     """

@@ -84,7 +84,7 @@ def describe(version: str) -> Library:
 
 
 def variables(choice: str) -> dict[str, str]:
-    """Return environment variables with which mpi4py loads ``choice``, a value of the key ``mpi_library``."""
+    """Return environment variables that make mpi4py load ``choice``, a value of the key ``mpi_library``."""
     return {} if choice == WHEEL else {VARIABLE: "" if choice == SITE else choice}
 
 

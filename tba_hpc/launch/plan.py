@@ -457,7 +457,7 @@ def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, units:
 
 
 def _explained(split: Plan, site: Site, *, idle: int, because: str) -> Plan:
-    """Add to a plan's description: its ranks, idle GPUs or ranks, and requests that are ignored.
+    """Return a plan with its ranks, idle GPUs or ranks, and ignored requests added to its description.
 
     idle: number of units (see ``_units``) that stay idle. because: the reason.
     """

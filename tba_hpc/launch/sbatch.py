@@ -262,7 +262,10 @@ def _needs(key: str, site: Site) -> list[str]:
 
 
 def _tba(job: Job, site: Site) -> str:
-    """Return the shell words that run ``tba`` in the script: a step if srun must start the container."""
+    """Return the shell words that run ``tba`` in the batch script.
+
+    If srun must start the container, ``tba`` runs as a job step.
+    """
     options = step_options(site)
     if not options:
         return inside(job.tba, site)

@@ -204,7 +204,7 @@ def refuse_impossible(script: str) -> str:
 
     Slurm would keep a het job with such a request in the queue for ever. Other reasons for a refusal are
     ignored, since they may pass, such as a limit that the user's other jobs have reached. Returns "", or a
-    warning if only nodes that are down or drained may have what is requested.
+    warning if perhaps only nodes that are down or drained could satisfy the request.
     """
     try:
         would_take(script)

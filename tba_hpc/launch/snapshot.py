@@ -23,10 +23,10 @@ def place(run: Path) -> Path:
 
 
 def take(run: Path, job: str = "") -> Path:
-    """Copy the package, unless the same copy exists; return the folder of the copy, for ``PYTHONPATH``.
+    """Return the folder of a copy of the package, for ``PYTHONPATH``. Makes the copy if it does not exist.
 
-    run: run directory. job: id of a Slurm job that makes its copy itself, at its first start; it gets the
-    same copy at each later start. "" for a job whose script names the copy.
+    run: run directory. job: id of the Slurm job that calls this, or "". Every start of a job gets the copy
+    that was made at its first start. With "" the copy is of the package as it is now.
     """
     note = run / "code" / f"job-{job}"
     if job and note.exists() and (run / "code" / note.read_text()).is_dir():

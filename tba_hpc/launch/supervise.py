@@ -63,7 +63,7 @@ READ: dict[str, Callable[[str], object]] = {
 
 @dataclass(kw_only=True)
 class JobState:
-    """State of a job as its batch script passes it: to each of the STAGES only the fields that it needs."""
+    """State of a job, passed by its batch script. Each of the STAGES gets only the fields that it needs."""
 
     run: Path
     code: int = 0
@@ -190,8 +190,8 @@ def begin(job: JobState) -> str:
 def _caches(job: JobState) -> str:
     """Return the name of the folder of caches, in which engines keep compiled code.
 
-    The name is the same at each start and on all nodes. It is random so that other users cannot prepare the
-    folder: it may lie in /tmp, where everybody can write, and its content is run as code.
+    The name is the same at each start and on all nodes. It is random so that other users cannot create the
+    folder beforehand: it may lie in /tmp, where everybody can write, and its content is run as code.
     """
     note = job.mark("caches")
     with suppress(FileExistsError):  # if several jobs start together, the first one chooses the name
@@ -258,8 +258,9 @@ def _het(job: JobState, missing: Sequence[str]) -> str:
 
 
 def _homogeneous(job: JobState, missing: Sequence[str]) -> str:
-    """Start the ranks of one allocation: its first nodes train, and all others that answer search.
+    """Start the ranks of a job that is a single allocation, and return ``go`` as ``start`` does.
 
+    Of the nodes that answer, the first ones train, and all others search. A job of one node does both there.
     Without searchers, all nodes must answer, since all of them train. Returns ``queue`` if too few answer.
     """
     there = [host for host in job.hosts if host not in missing]

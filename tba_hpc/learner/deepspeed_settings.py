@@ -21,8 +21,9 @@ def deepspeed_settings(config: Config, parameters: int) -> dict[str, Any]:
 
     parameters: the number of trained parameters, or an upper bound.
 
-    Gradients accumulate over any number of micro-batches, until the engine's ``step``. An optimizer that
-    train.deepspeed offloads to the CPU is torch's AdamW, too, because DeepSpeed's own would need a compiler.
+    Gradients accumulate over any number of micro-batches, until the engine's ``step``. Even if
+    train.deepspeed offloads the optimizer to the CPU, it is torch's AdamW, because DeepSpeed's own would need
+    a compiler.
     """
     bucket = min(BUCKET_ELEMENTS, parameters)
     ours = {

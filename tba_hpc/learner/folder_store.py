@@ -24,7 +24,10 @@ FIRST_PAUSE, LAST_PAUSE = 0.02, 0.32
 
 
 class FolderStore(dist.Store):
-    """A store in ``folder``, which must be empty at first. deadline: longest wait for an entry, s."""
+    """A store in ``folder``, which must be empty at first.
+
+    deadline: maximum wait for an entry, in seconds.
+    """
 
     def __init__(self, folder: Path, *, deadline: float) -> None:
         super().__init__()

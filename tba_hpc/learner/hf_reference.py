@@ -183,7 +183,10 @@ def _in_passes(groups: Sequence[Group]) -> Iterator[list[Group]]:
 
 @contextmanager
 def replaced_tensors(model: nn.Module, copy: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace a model's parameters and buffers within the block by copies, for example on another device."""
+    """Within the block, replace a model's parameters and buffers by copies, for example on another device.
+
+    copy: function that copies a tensor.
+    """
     tensors = _tensors(model)
     home = [tensor.data for tensor in tensors]
     for tensor in tensors:

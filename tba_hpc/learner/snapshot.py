@@ -57,7 +57,7 @@ class Snapshot:
             self._files.append(at_once(partial(_write_file, file, partial(torch.save, state_dict))).result)
 
     def take(self) -> list[Callable[[], SummedFile]]:
-        """Return a function for each file added since the last call, which writes the file or raises."""
+        """Return a function for each file added since the last call. It writes that file, or raises."""
         files, self._files = self._files, []
         return files
 

@@ -75,7 +75,7 @@ class Merger:
     def _merge(self, shard: Shard, step: int, revision: int, sync: int) -> dict[str, Value]:
         """Merge a shard, except groups whose request was answered before, and mark its requests as completed.
 
-        revision, sync: as in ``ReplayBuffer.merge``. Returns the line about the merge for the metrics.
+        revision, sync: as in ``ReplayBuffer.merge``. Returns the metrics record of the merge.
         """
         arrived = shard.trajectories
         requests, kept = shard.request_ids, arrived

@@ -1,4 +1,4 @@
-"""Measures the task's score under given weights, on the searchers' engines and in the midst of training.
+"""Measures the task's score under given weights, on the searchers' engines, during training.
 
 Each searcher answers its share of a split: searcher s of S takes the prompts with index ≡ s (mod S). It
 samples at the task's evaluation temperature, and returns its part of the result once all of its answers are
@@ -117,7 +117,7 @@ class OnlineEvaluator:
         return replace(self._shares.pop((split, step)).part, results=share.results)
 
     def _as_text(self, answer: Group, correct: bool, reward: float | None) -> tuple[Answer, ...]:
-        """Return question and answer as text, or () if answers to this prompt are not kept."""
+        """Return the question and the answer as text, or () if answers to this prompt are not kept."""
         prompt, (completion,) = answer.request.prompt, answer.completions
         if self.decode is None or prompt.id >= self.kept:
             return ()

@@ -48,10 +48,11 @@ class Restored:
 
 
 def restore(run: RunDir, config: Config) -> Restored:
-    """Restore the newest checkpoint, which must be intact, and delete evaluations of later steps.
+    """Restore the newest checkpoint, and delete evaluations of later steps.
 
-    Raises StateError if the checkpoint or its reference cannot be used, and ConfigError if the model
-    buffer.duplicates.model does not exist.
+    Call ``verify_checkpoints`` first, which sets damaged checkpoints aside. Raises StateError if the
+    checkpoint or its reference cannot be used, and ConfigError if the model buffer.duplicates.model does not
+    exist.
     """
     folder = latest_checkpoint(run)
     value_beta, embed = config.train.value_beta, make_embed(config)

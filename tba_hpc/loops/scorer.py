@@ -79,7 +79,9 @@ class Scored:
 class Rewarded:
     """A group after the task has rewarded it, without completions whose reward is not usable.
 
-    rewards, parts: of the completions that are left. sums: figures of the whole group.
+    rewards: reward of each completion that is left. parts: summands of these rewards, by name. sums: sums of
+    the whole group for the metrics, with the duration of the task's call and the number of completions left
+    out.
     """
 
     group: Group
@@ -90,10 +92,11 @@ class Rewarded:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """An answer to an evaluation prompt, with its verdict.
+    """An answer to an evaluation prompt, with the task's verdict.
 
-    answer: a group of one completion. reward: None if the task gives none. ref_logprob: log π_ref of all
-    sampled tokens together, nats; None without a reference model.
+    answer: a group of one completion. correct: whether the task calls the answer correct. reward: None if the
+    task gives none. ref_logprob: log π_ref of all sampled tokens together, in nats; None without a reference
+    model.
     """
 
     answer: Group
@@ -127,11 +130,11 @@ class EngineCheck:
 
 
 class Scorer:
-    """Scores groups, seals them into ``shards`` after at most ``seal_seconds``, and judges evaluations.
+    """Scores groups and seals them into ``shards`` after at most ``seal_seconds``. Judges evaluation answers.
 
     A group is set aside if the task's code raises, or takes too long. ``finished`` and ``judged`` raise
     ConfigError after ``most_rejected`` groups in a row without a usable reward, or as many answers in a row
-    that could not be judged. They also do if the task violates ports.Task, or if MOST_HANGING calls hang.
+    that could not be judged. They also do so if the task violates ports.Task, or if MOST_HANGING calls hang.
 
     reference: None if searchers hold no reference model. Trajectories then record the sampler's
     log-probabilities if the reference is BEHAVIOUR, and otherwise NaN, for the trainer to compute.

@@ -1,4 +1,4 @@
-"""Sums over the completions that a searcher scored since its last line of metrics, for the next line.
+"""Sums over the completions that a searcher has scored since its last line of metrics, for the next line.
 
 ``run.metric_table`` explains each figure.
 """

@@ -197,7 +197,7 @@ class Trainer:
 
     @property
     def _timeout(self) -> float:
-        """Longest wait for a shard, s. The first may take longer, because engines may still be starting."""
+        """Maximum wait for a shard, in seconds. It is longer for the first, since engines may be starting."""
         launch = self.config.launch
         return launch.timeout_seconds if self._last_arrival else launch.start_seconds
 

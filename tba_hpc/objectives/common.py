@@ -221,10 +221,11 @@ def group_mean(value_BK: Tensor) -> Tensor:
 
 
 def centred(value_BK: Tensor) -> Tensor:
-    """Return each value minus the mean of its group, [B, K], detached; exactly 0 if all are equal.
+    """Return each value minus the mean of its group, [B, K], detached.
 
-    The mean of equal values may itself be rounded. Divided by their spread, which is then rounding, too, the
-    difference would make an advantage of the order of 1.
+    The result is exactly 0 if all values of a group are equal. Simple subtraction would leave the rounding
+    error of their mean. If it were divided by their spread, another rounding error, the advantage could be
+    of the order of 1.
     """
     excess_BK = value_BK.detach() - value_BK.detach()[:, :1]
     return excess_BK - group_mean(excess_BK)

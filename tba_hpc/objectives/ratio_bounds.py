@@ -66,11 +66,14 @@ def bounded(objective: Objective, bound: RatioBound, *, center_scores: bool = Fa
 def _candidate_weights(
     bound: RatioBound, slope_BKL: Tensor, weight_BKL: Tensor, acts_BKL: Tensor, candidates: Groups
 ) -> Tensor:
-    """Return the factor of each candidate's ∇log π, in the shape that ``mean_score`` needs.
+    """Return the weight of each candidate's ∇log π, from which ``mean_score`` computes the mean to subtract.
 
-    candidates: the likeliest tokens at each position. slope_BKL: ∂loss/∂log π of the sampled tokens. A bound
-    of tokens treats a candidate as if it had the slope of the token sampled at its position. weight_BKL,
-    acts_BKL: what ``weights`` returns for the sampled tokens.
+    A bound of OF_TOKENS weights a candidate like a sampled token, with the slope of the token that was
+    sampled at its position. ``bounded`` describes the other bounds.
+
+    slope_BKL: ∂loss/∂log π of the sampled tokens. weight_BKL, acts_BKL: what ``weights`` returns for the
+    sampled tokens. candidates: groups whose tokens are the C + 1 candidates of each position in turn. The
+    result is [B, K, L·(C + 1)], or [B, K, 1] if one weight holds for a whole completion.
     """
     if isinstance(bound, OF_TOKENS):
         each = candidates.policy_BKL.shape[2] // slope_BKL.shape[2]

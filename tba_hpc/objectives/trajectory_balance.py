@@ -28,7 +28,8 @@ def trajectory_balance(groups: Groups, beta: float, *, log_z: LogZ = "behaviour"
     The paper's loss has no factor β/2. The factor makes the gradient −A·∇log π_θ, where A = −β·residual, so
     that gradient clipping means the same at every β of a schedule. With "policy" the loss is 0 on a set of
     completions if and only if π_θ ∝ π_ref·exp(r/β) on them, whichever policy sampled them. With "behaviour"
-    it is 0 if both π_θ and π_μ have that form. A run reaches this point, since π_μ follows π_θ.
+    it is 0 if both π_θ and π_μ have that form, with the same constant. A run can reach this point, since π_μ
+    follows π_θ.
 
     π_ref may be a power of the reference (``schedules.reference_power``), because log Ẑ does not need
     probabilities that sum to 1. For log R = (log π_ref/γ + r/β)/T, as in red-teaming, the optimum is

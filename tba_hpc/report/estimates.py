@@ -47,9 +47,10 @@ def mean(total: float, squares: float, count: int) -> Estimate:
 def mean_share(shares: Sequence[float]) -> Estimate:
     """Estimate the mean of shares, each between 0 and 1, such as one per prompt.
 
-    The interval is ``wilson`` of that number of trials, each right or wrong, whose mean has the same standard
-    error (the effective sample size of Kish 1965). The number is at least that of the shares. The interval
-    therefore has a width even if all shares are equal. If each share is 0 or 1, every share is a trial.
+    The interval is that of ``wilson`` for n right or wrong trials. n is chosen so that the mean of the trials
+    has the same standard error as that of the shares (the effective sample size of Kish 1965), but it is at
+    least the number of shares. Therefore the interval has a width even if all shares are equal. If each share
+    is 0 or 1, n is the number of shares.
     """
     value, count = fmean(shares), len(shares)
     error2 = variance(shares) / count if count > 1 else 0.0

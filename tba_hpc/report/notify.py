@@ -2,7 +2,7 @@
 
 A separate process reads the run's files and sends, so that a slow network does not delay training. A message
 that cannot be sent is only noted in that process's log. ``tba run`` and the job's batch script start the
-process. They end it by SIGTERM, upon which it reports how the run has ended. A node that dies cannot report,
+process. They stop it with SIGTERM, and it then reports how the run has ended. A node that dies cannot report,
 but its heartbeat ceases.
 """
 
@@ -191,9 +191,10 @@ class Notifier:
         self._ask(self._notify.webhook_variable, {"text": message})
 
     def _ask(self, variable: str | None, content: dict[str, str] | None = None) -> None:
-        """Request the address that an environment variable holds: POST with ``content``, otherwise GET.
+        """Send a request to the URL held in an environment variable: POST with ``content``, otherwise GET.
 
-        Failures are logged without the address, which may contain a secret.
+        variable: its name; None: send nothing. Failures are logged without the URL, which may contain a
+        secret.
         """
         if variable is None:
             return

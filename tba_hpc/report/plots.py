@@ -141,7 +141,10 @@ def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
 
 
 def _note_of_first(figure: Lines) -> str:
-    """Return the figure's note and, if it shows several metrics, the legend's name of the first one."""
+    """Return the note on a plot of a figure's first metric alone.
+
+    This is the figure's note, followed by the metric's name in the legend, if it has one.
+    """
     return ": ".join(part for part in (figure.note, figure.lines[0][2]) if part)
 
 
@@ -221,7 +224,7 @@ def _log_scale(ax: Axes) -> None:
 
 
 def _values(ax: Axes) -> list[float]:
-    """Return the vertical values of all drawn lines."""
+    """Return the y values of all drawn lines."""
     return [y for line in ax.get_lines() for y in np.atleast_1d(np.asarray(line.get_ydata(), float))]
 
 

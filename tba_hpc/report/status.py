@@ -52,7 +52,7 @@ def _time_left(monitor: RunMonitor, now: RunState) -> list[str]:
 
 
 def cells(monitor: RunMonitor) -> dict[str, str]:
-    """Return the numbers that a user watches, as texts by title.
+    """Return the numbers that a user watches, as strings, keyed by title.
 
     Reward, KL and entropy are of fresh completions; loss and staleness are of the last step's batch.
     """

@@ -246,7 +246,7 @@ def _question(task: TaskSection) -> str:
 
 
 def _optional_rows(summary: Summary) -> dict[str, Cell]:
-    """Return figures by title that only some runs have."""
+    """Return the figures that only some runs have, keyed by title."""
     under = summary.perplexity_reference
     optional: dict[str, Cell] = {
         RIGHT_AND_ENDED: right_and_ended(summary),

@@ -102,7 +102,10 @@ class Evaluation:
 
     @property
     def tells_correct(self) -> bool:
-        """False if no answer can be called correct, so that ``score`` and ``ended_score`` mean nothing."""
+        """True if the task tells correct answers from wrong ones.
+
+        Otherwise ``score`` and ``ended_score`` mean nothing.
+        """
         return self.score_name != MEAN_REWARD
 
     @property

@@ -120,7 +120,7 @@ def active_job(run: RunDir) -> ActiveJob | None:
 
 
 def active(components: Sequence[Mapping[str, str]]) -> ActiveJob | None:
-    """Return the job with these components, from ``job_states``; None if all of them have ended.
+    """Return the job with these components, as listed by ``job_states``; None if all of them have ended.
 
     If some components have nodes and others are queued, the job counts as having nodes.
     """

@@ -108,7 +108,10 @@ def characters(text: str) -> str:
 
 
 def digits(text: str) -> str:
-    """Convert the numbers in a text to ASCII, without thousands separators except commas and plain spaces."""
+    """Convert digits and dashes in a text to ASCII, and remove separators from numbers as SEPARATED says.
+
+    Commas and plain spaces in numbers are kept, except in amounts such as €1.000,50 and ₹1,00,000.
+    """
     if not text.isascii():
         text = text.translate({ord(dash): "-" for dash in DASHES})
         text = "".join(_ascii_digit(character) if character.isdecimal() else character for character in text)

@@ -262,7 +262,7 @@ def find_word(key: str, word: str) -> str:
 
 
 def require_program(key: str, words: Sequence[str]) -> None:
-    """Raise ConfigError if the first word of a command is not an executable of this machine.
+    """Raise ConfigError if the first word of a command is not an executable on this machine.
 
     key: config key of the command, for errors. words: the command, as ``find_word`` resolves it.
     """

@@ -162,10 +162,11 @@ class Function:
         return error is None and not where
 
     def _second_call(self, fields: Fields, several: int, seconds: float) -> None:
-        """Call the function with ``several`` completions, and check that it returns as many numbers.
+        """Call the function again, with all fields of the row cut to fewer items than there are completions.
 
-        Fields are cut to fewer characters or items, so that a number for each of those is noticed. seconds:
-        time limit. Raises ConfigError.
+        If the function returns a number per item of a field, instead of one per completion, their count is
+        now wrong. Raises ConfigError in that case. An item of a text is a character. several: number of
+        completions. seconds: time limit.
         """
         cut = {
             name: value[: several - 1] if isinstance(value, SEQUENCES) else value

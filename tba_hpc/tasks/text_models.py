@@ -29,8 +29,8 @@ from tba_hpc.config import ConfigError
 class TextModel(ABC):
     """A model in evaluation mode with its tokenizer.
 
-    It moves to the GPU, if there is one, only at its first use, because an engine that is built before then
-    measures how much memory is free.
+    It stays on the CPU until its first use, so that it takes no GPU memory while an engine is built, which
+    measures how much is free. Then it moves to the GPU, if there is one.
 
     path: folder or hub name. batch: texts per forward pass. key: config key of ``path``, for errors. The
     constructor raises ConfigError if there is no such model, or if it is not suitable.

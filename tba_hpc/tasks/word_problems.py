@@ -116,7 +116,7 @@ class WordProblems(RightOrWrong):
 
     @classmethod
     def resources(cls, task: TaskSection) -> list[Resource]:
-        """Return the hub's data for splits without a file."""
+        """Return the hub data sets needed for splits without a file."""
         return hub_resources(task, sources_of(task.train_file, task.test_file, cls.HUB))
 
     @abstractmethod
@@ -258,7 +258,10 @@ class Math(WordProblems):
     ROW = r"a JSON object with a text 'problem' and a 'solution' with a \boxed{…} result, or an 'answer'"
 
     def parse(self, row: Mapping[str, object]) -> Problem | None:
-        """Return the question and its target: the answer, or else the last box of the solution."""
+        """Return the question and its target: the answer, or else the last box of the solution.
+
+        Returns None if the question or the target is missing, blank or of the wrong type.
+        """
         question, solution, answer = row.get("problem"), row.get("solution"), row.get("answer")
         if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
             answer = str(answer)

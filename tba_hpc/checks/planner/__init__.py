@@ -92,7 +92,10 @@ def _gpu_of(site: Site | None) -> Gpu:
 
 
 def as_values(config: Config, found: Estimate, remarks: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the estimate as plain values for JSON; sizes in bytes. remarks: of the plan of a job's nodes."""
+    """Return the estimate as plain values for JSON, with sizes in bytes.
+
+    remarks: sentences that precede the notes, see ``launch.plan.Plan``.
+    """
     return asdict(found) | {
         "devices": [{"holds": device.name, **asdict(device)} for device in found.devices],
         "notes": [*remarks, *_notes(config)],

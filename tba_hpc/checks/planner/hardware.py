@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A kind of GPU. memory: GiB that programs can use. bf16: dense TFLOP/s in bfloat16, 0 for none."""
+    """A kind of GPU. memory: GiB that programs can use. bf16: dense TFLOP/s in bfloat16, 0 if unsupported."""
 
     name: str
     memory: float

@@ -178,7 +178,7 @@ def trainer_items(work: Workload) -> Items:
 
 
 def _backward_items(work: Workload) -> Items:
-    """Return the memory of a trainer GPU for forward and backward pass of a micro-batch, bytes by purpose.
+    """Return the bytes, by purpose, that a micro-batch's forward and backward passes need on a trainer GPU.
 
     Weights, gradients and optimizer state are not included, except the output layer's gradient.
     """

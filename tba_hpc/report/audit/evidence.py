@@ -1,4 +1,4 @@
-"""Reads a run directory for the audit, in an order that gives a consistent view even of a run at work."""
+"""Reads a run directory for the audit, in an order that gives a consistent view even of a run in progress."""
 
 from __future__ import annotations
 
