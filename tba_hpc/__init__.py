@@ -20,7 +20,7 @@ __all__ = ["Completion", "Prompt", "Resource", "read"]
 def read(run: str | Path) -> RunFrames:
     """Return a run directory as pandas tables: ``metrics``, ``searchers``, ``evaluations``, ``samples``.
 
-    Raises ConfigError if ``run`` is no run directory.
+    Raises ConfigError if ``run`` is not a run directory.
     """
     from tba_hpc.commands.frames import RunFrames
 

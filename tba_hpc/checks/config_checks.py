@@ -134,7 +134,7 @@ def _engine_arguments() -> list[str]:
 def check_resources(facts: Facts) -> Iterator[Finding]:
     """Check that ranks will find the config's models and data.
 
-    In a container, ranks may see other folders. The finding is then only a warning.
+    In a container, where ranks may see other folders, the finding is only a warning.
     """
     if facts.config is None:
         return

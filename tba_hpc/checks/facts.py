@@ -19,7 +19,7 @@ from tba_hpc.run.slurm_queue import ask, fields
 Level = Literal["ok", "warning", "problem"]
 
 NO_SITE = Site(gpus_per_node=0, time="5", signal_seconds=60)
-"""Placeholder for a site: for this machine, or for a cluster without a site file."""
+"""Placeholder for the site of this machine, or of a cluster without a site file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Facts:
     beside: Path | None = None
     """Folder of the config file, with modules that the config may name."""
     seconds: float = 60.0
-    """Timeout of the check of the task, s. It takes a few seconds, but longer on a busy machine."""
+    """Timeout of the check of the task, in seconds. It takes a few seconds, but longer on a busy machine."""
 
     @property
     def alone(self) -> bool:

@@ -44,7 +44,7 @@ RUN_ROOT, FILE_SYSTEM, CLOCKS = "run root", "file system", "clocks"
 """Names of findings."""
 
 LEASE_SECONDS = SILENT_OWNER_SECONDS - BEAT_SECONDS
-"""Largest safe difference between the clocks of two nodes, s.
+"""Largest safe difference between the clocks of two nodes, in seconds.
 
 If it is larger, ranks may seem dead to other nodes although they send heartbeats."""
 

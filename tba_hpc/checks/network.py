@@ -55,8 +55,10 @@ def judge_host_name(addresses: Collection[str], interfaces: Sequence[str]) -> It
     """Yield a finding if a node's name resolves to no address at which other nodes reach it.
 
     gloo, by which trainer ranks of several nodes connect, uses the address to which the name resolves. The
-    finding omits the name, so that equal findings of several nodes can be joined. addresses: of the name.
-    interfaces: names of the network interfaces that lead to other nodes, the best first.
+    finding omits the name, so that equal findings of several nodes can be joined.
+
+    addresses: those to which the name resolves. interfaces: names of the network interfaces that lead to
+    other nodes, the best first.
     """
     if all(ip_address(address.partition("%")[0]).is_loopback for address in addresses):
         where = f"leads to {' and '.join(sorted(addresses))}" if addresses else "cannot be resolved"

@@ -47,7 +47,7 @@ JOIN_SECONDS = 60
 """Seconds in which the ranks must find each other."""
 
 JOB_CHECK_SECONDS, QUEUE_SECONDS = 0.5, 30.0
-"""Pause between two checks of a running job, and the longest pause for a job in the queue, s."""
+"""Pause between two checks of a running job, and the longest pause for a job in the queue, in seconds."""
 
 TITLE, BROADCAST = "one MPI world", "MPI between nodes"
 """Titles of the findings about the ranks' MPI world and about messages between nodes."""
@@ -86,7 +86,7 @@ _FINDINGS = TypeAdapter(list[Finding])
 
 
 def write_findings(run: RunDir, name: str, findings: list[Finding]) -> None:
-    """Write findings to a file of the attempt. name: of the node, or WORLD for those about all ranks."""
+    """Write findings to a file of the attempt. name: the node's name, or WORLD for those about all ranks."""
     write_atomic(run.attempt / f"findings-{name}.json", _FINDINGS.dump_json(findings).decode())
 
 

@@ -37,7 +37,7 @@ MAX_TOKENS = 256
 """Longest answer, in tokens, of a model that is asked without a config."""
 
 SLOW_SECONDS = 10.0
-"""Time after which ``tba ask`` says that the model is still answering, s."""
+"""Time after which ``tba ask`` says that the model is still answering, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ def _converse(task: Task, request: Request, model: HfAnswers, stop: Sequence[str
 
 @contextmanager
 def _told_if_slow() -> Iterator[None]:
-    """Print a line on stderr if the model is still answering after SLOW_SECONDS."""
+    """Print a line to stderr if the model is still answering after SLOW_SECONDS."""
     said = f"still generating after {SLOW_SECONDS:g} s; --max-tokens N limits the length of an answer"
     timer = Timer(SLOW_SECONDS, print, [said], {"file": sys.stderr, "flush": True})
     timer.daemon = True

@@ -53,7 +53,7 @@ class Compared:
 
 
 def compare(paths: Sequence[Path]) -> list[Compared]:
-    """Read at least two runs, finished or not. Raises ConfigError for fewer, or if a path is no run."""
+    """Read at least two runs, finished or not. Raises ConfigError for fewer, or if a path is not a run."""
     if len(set(paths)) < 2:
         raise ConfigError(f"{paths[0]} is the only run given: name at least one other to compare it with")
     runs = [RunDir.open(path) for path in dict.fromkeys(paths)]

@@ -158,7 +158,7 @@ def load_anchored(path: Path, overrides: Sequence[str]) -> Config:
 
 
 def default(kind: shipped.Kind, name: str) -> Path:
-    """Return the shipped file ``name``, which is used if the user names none; print its path on stderr."""
+    """Return the shipped file ``name``, which is used if the user names none; print its path to stderr."""
     file = shipped.files(kind)[name]
     print(f"no --{kind.removesuffix('s')} given, using {file}", file=sys.stderr)
     return file
@@ -206,7 +206,7 @@ def nodes_of_this_job(*, print_only: bool) -> int:
 
 
 def script(submission: Submission, *, make: bool = False) -> str:
-    """Return the batch script of a submission, and print warnings on stderr. Raises ConfigError.
+    """Return the batch script of a submission, and print warnings to stderr. Raises ConfigError.
 
     make: whether to make the run directory and a copy of the code, so that sbatch can take the script.
     Otherwise nothing is written. Slurm and this machine are not checked: the script may be for elsewhere.

@@ -257,7 +257,7 @@ def _commands(ready: Ready) -> dict[str, str]:
 
 
 def tell(done: dict[str, Any]) -> None:
-    """Print what a submission did: the job, commands that the user may want next, and warnings (on stderr).
+    """Print what a submission did: the job, commands that the user may want next, and (to stderr) warnings.
 
     done: ``job``, ``run``, ``why``, ``commands`` and ``warnings``. If ``job`` is None, the run was finished
     already, and only that is printed.
@@ -285,7 +285,7 @@ def _tell_row(done: Sequence[dict[str, Any]]) -> None:
 
 
 def _tell_commands(done: Sequence[dict[str, Any]]) -> None:
-    """Print, on stderr, commands that the user may want next for several submissions."""
+    """Print to stderr the commands that the user may want next for several submissions."""
     jobs = [job for one in done for job in one["jobs"]]
     print("  each    tba status RUN, tba logs RUN -f, tba stop RUN", file=sys.stderr)
     if jobs:
@@ -295,7 +295,7 @@ def _tell_commands(done: Sequence[dict[str, Any]]) -> None:
 
 
 def _tell_warnings(sentences: Sequence[str]) -> None:
-    """Print each sentence as a warning on stderr."""
+    """Print each sentence to stderr as a warning."""
     for sentence in sentences:
         print(f"warning: {sentence}", file=sys.stderr)
 

@@ -214,7 +214,7 @@ def _place(
 ) -> tuple[list[str], type[BaseModel] | None]:
     """Return the names that make up the key at ``location``, and the section that holds the key.
 
-    location: of a pydantic error. It also contains the tags of variants, which are left out.
+    location: location in a pydantic error. It also contains the tags of variants, which are left out.
     """
     names: list[str] = []
     holder: type[BaseModel] | None = model

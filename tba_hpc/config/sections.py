@@ -556,12 +556,12 @@ class LaunchSection(Section):
 
     @property
     def start_seconds(self) -> float:
-        """Longest start of a rank (imports, joining the others, loading models) or of an engine, s."""
+        """Longest start of an engine or a rank (imports, joining the others, loading models), in seconds."""
         return 3 * self.timeout_seconds
 
     @property
     def elastic_seconds(self) -> float:
-        """Longest time that an elastic searcher waits for a queued trainer, s."""
+        """Longest time that an elastic searcher waits for a queued trainer, in seconds."""
         return 6 * self.timeout_seconds
 
     @property
@@ -571,15 +571,16 @@ class LaunchSection(Section):
 
     @property
     def stack_seconds(self) -> float:
-        """Longest time between a loop's checks for a stop, s. A rank that takes longer logs its stack traces.
+        """Longest time between a loop's checks for a stop, in seconds.
 
-        This time is shorter than the one after which other ranks give up on that rank.
+        A rank that takes longer logs its stack traces. This time is shorter than the one after which other
+        ranks give up on that rank.
         """
         return 0.8 * self.silence_seconds
 
     @property
     def disk_seconds(self) -> float:
-        """Longest wait while a disk is full, s: half the timeout, so that no other rank gives up first."""
+        """Longest wait for a full disk, in seconds. It is so short that no other rank gives up first."""
         return self.timeout_seconds / 2
 
     @property

@@ -228,8 +228,8 @@ def rows_of(groups: np.ndarray, size: int) -> np.ndarray:
 def staleness(batch: TrajectoryBatch, version: int) -> np.ndarray:
     """Return the staleness of each trajectory, int32 [N]: steps from its oldest weights to ``version``.
 
-    Weights are ahead of ``version`` if a resume has undone steps. Then the result is how many steps ahead
-    they are, so it is never negative.
+    Weights are ahead of ``version`` if a resume has undone steps. In that case the result is how many steps
+    ahead they are, so it is never negative.
     """
     return np.abs(version - batch.version_N)
 

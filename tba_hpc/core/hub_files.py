@@ -14,7 +14,7 @@ from typing import Any
 from tba_hpc.config import is_local
 
 HUB_SECONDS = 10.0
-"""Timeout of the request to the hub, s."""
+"""Timeout of the request to the hub, in seconds."""
 
 LONGEST_REASON = 120
 """Largest number of characters shown of an error of the hub's client."""

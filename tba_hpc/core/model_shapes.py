@@ -64,7 +64,7 @@ class Shape:
         return self.heads * self.key_value // self.query
 
     def kv_bytes(self, weight_bytes: int) -> int:
-        """Return the bytes of KV cache per token. weight_bytes: bytes of a number in it."""
+        """Return the bytes of KV cache per token. weight_bytes: bytes per number in it."""
         return 2 * self.layers * self.key_value * weight_bytes
 
     def without_head(self) -> Shape:

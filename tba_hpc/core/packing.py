@@ -156,8 +156,8 @@ def _places_in_row(
     have in the first sequence with the prompt.
 
     own_S: bool, whether a token is its sequence's own. row_S, position_S: int64, each token's sequence, and
-    its position there. first_N: bool, whether a sequence is the first with its prompt. offsets: of the
-    sequences.
+    its position there. first_N: bool, whether a sequence is the first with its prompt. offsets: offsets
+    of the sequences.
     """
     place_S = own_S.cumsum() - 1
     lender_N = np.flatnonzero(first_N)[first_N.cumsum() - 1]  # the first sequence with the same prompt

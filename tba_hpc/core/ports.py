@@ -115,8 +115,8 @@ class Task(ABC):
 
     score_name: name of the share of prompts answered correctly. If it is MEAN_REWARD, this share means
     nothing, and is not shown. evaluation_temperature: sampling temperature of evaluations; 0 is greedy.
-    longest_call: time limit of a call of ``rewards`` or ``correct``, s; None: half of launch.timeout_seconds.
-    A task whose calls load models, or have time limits of their own, sets it to infinity.
+    longest_call: seconds that a call of ``rewards`` or ``correct`` may take; None: half of
+    launch.timeout_seconds. A task whose calls load models, or have their own limits, sets it to infinity.
     """
 
     score_name: str = PASS_AT_1
@@ -175,7 +175,7 @@ class Task(ABC):
     def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
         """Return a generator of whole conversations, which samples their turns from ``generator``.
 
-        A task without an environment returns ``generator`` itself. tokenizer: for the caller's thread only.
+        A task without an environment returns ``generator`` itself. tokenizer: used in the caller's thread.
         """
         return generator
 
@@ -228,8 +228,9 @@ class Serve(Protocol):
 class Generator(Protocol):
     """A policy that samples by continuous batching: submit requests, call ``step``, get finished groups.
 
-    version: version of the weights in use. load_seconds: how long the last load interrupted sampling, s.
-    busy_seconds: time spent sampling so far, s. rebuilds: number of dead engines that were replaced.
+    version: version of the weights in use. load_seconds: seconds for which the last load interrupted
+    sampling. busy_seconds: seconds spent sampling so far. rebuilds: number of dead engines that were
+    replaced.
 
     Three attributes are optional. nan_groups: number of groups sampled again because a log-probability was
     NaN. recompute_share: share of all computed tokens that had been computed before, and were lost when

@@ -50,8 +50,8 @@ class Sampler:
 
         With probability ``most_on_policy`` a group is recent: its prompt is drawn among those with "most
         recent" trajectories, and its completions uniformly among these trajectories. Otherwise, or if the
-        batch already holds all such prompts, the prompt is drawn among all prompts. Its completions are then
-        drawn by softmax(reward / reward_temperature), mixed with a share UNIFORM_MIX of the uniform
+        batch already holds all such prompts, the prompt is drawn among all prompts, and its completions
+        are drawn by softmax(reward / reward_temperature), mixed with a share UNIFORM_MIX of the uniform
         distribution.
 
         If there are fewer than K completions to draw from, all are taken, and then some of them again, by the

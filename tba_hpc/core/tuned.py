@@ -47,7 +47,10 @@ def beyond_tuned(config: Config) -> tuple[str, str] | None:
 
 
 def _alike(config: Config) -> dict[str, Config]:
-    """Return the similar shipped configs, by name: with LoRA if ``config`` has LoRA, otherwise without."""
+    """Return similar shipped configs, by name. They have LoRA if ``config`` has LoRA, and otherwise not.
+
+    They are those with the same model, or if there is none, those with the same task and objective.
+    """
     kind = {
         name: other
         for name, other in shipped_configs().items()

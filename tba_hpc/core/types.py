@@ -26,7 +26,7 @@ Role = Literal["trainer", "searcher"]
 ResourceKind = Literal["model", "data set", "file"]
 
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
-"""Reasons why a completion ended: by itself, at the limit of tokens, or at the limit of turns.
+"""Ways in which a completion ends: by itself, at the limit of tokens, or at the limit of turns.
 
 The field ``truncated`` of RECORD is an index into this tuple."""
 
@@ -568,8 +568,8 @@ def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndar
 
     A record holds the versions of a completion's first and last token. Between these two tokens versions are
     interpolated linearly, which is exact if the weights did not change, or changed at even intervals. In a
-    trajectory with further sequences, tokens may not be stored in the order in which they were sampled; an
-    age may then be wrong by up to the difference of the two versions. An age is negative if a resume has
+    trajectory with further sequences, tokens may not be stored in the order in which they were sampled, so
+    an age may be wrong by up to the difference of the two versions. An age is negative if a resume has
     undone the steps that made the weights.
     """
     oldest_N, newest_N = step - record_N["version_oldest"], step - record_N["version_newest"]

@@ -47,7 +47,7 @@ def drop_lost_output() -> None:
 
 @contextmanager
 def without_fail() -> Iterator[None]:
-    """Run a block that shows something; if it raises an exception, only print the error on stderr.
+    """Run a block that shows something; if it raises an exception, only print the error to stderr.
 
     Each error is printed once per process.
     """

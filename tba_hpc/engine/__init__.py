@@ -1,1 +1,1 @@
-"""Sampling of completions with the newest weights: by vLLM, in a separate process."""
+"""Sampling of completions with the newest weights, by vLLM in a separate process."""

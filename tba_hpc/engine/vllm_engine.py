@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core_client import InprocClient
 
 BEAT_SECONDS = 0.02
-"""Interval of Progress messages while no group finishes, s. They tell the searcher when to submit more
-requests."""
+"""Interval of Progress messages while no group finishes, in seconds. They tell the searcher when to submit
+more requests."""
 
 CPU_KV_CACHE_MB = 512
 """Default size of the KV cache on a CPU, MiB. vLLM's own default would take most of the memory."""

@@ -53,7 +53,7 @@ ENGINE = "tba_hpc.engine.engine_process"
 """Main module of the engine's process."""
 
 STEP_SECONDS = 0.05
-"""Longest wait of ``step`` for a message from the engine, s."""
+"""Longest wait of ``step`` for a message from the engine, in seconds."""
 
 REBUILDS_WITHOUT_RESULT = 3
 """Number of times in a row that a failed engine is replaced, without a finished group in between."""
@@ -86,8 +86,8 @@ LONGEST_COUNTED = 1.0
 passed, the searcher itself was suspended, and its engine is not to blame."""
 
 EXIT_SECONDS, WORKERS_SECONDS, KILL_SECONDS = 1.0, 15.0, 30.0
-"""Time limits, s, for the end of an engine that has closed its socket, for the end of a dead engine's
-workers, and for the end of a process that was killed."""
+"""Time limits, in seconds, for the end of an engine that has closed its socket, for the end of a dead
+engine's workers, and for the end of a process that was killed."""
 
 KEYS = (
     "model.path",
@@ -421,8 +421,8 @@ class EngineProcess:
     """The process of an engine, in a session of its own. Its output goes to the searcher's log.
 
     Signals to the searcher's process group do not reach it. It ends when it is killed, or with the thread of
-    the searcher that started it. start_seconds: longest time until it is ready, s. silence_seconds: longest
-    time without a message after that, s. pid: its process id.
+    the searcher that started it. start_seconds: longest time until it is ready, in seconds. silence_seconds:
+    longest time without a message after that, in seconds. pid: its process id.
     """
 
     def __init__(self, settings: EngineSettings, *, start_seconds: float, silence_seconds: float) -> None:

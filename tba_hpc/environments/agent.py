@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from tba_hpc.environments.endpoint import Endpoint
 
 PROGRAM_CHECK_SECONDS = 0.02
-"""Interval between checks of whether a program has ended, s."""
+"""Interval between checks of whether a program has ended, in seconds."""
 
 SPARE_SECONDS = 5.0
-"""Time beyond task.options.step_seconds after which a thread that waits for a program is abandoned, s."""
+"""Seconds beyond task.options.step_seconds after which a thread that waits for a program is abandoned."""
 
 LIMIT = "the episode has reached the run's limit of tokens (generator.max_tokens) or turns (max_turns)"
 """Error for requests after a limit has been reached."""
@@ -277,8 +277,8 @@ class Agent(Conversational):
     def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
         """Start the endpoint; return a generator of whole conversations.
 
-        generator: samples the model's turns. tokenizer: of the same model; it has the chat template. Raises
-        ConfigError if this machine cannot start the program.
+        generator: samples the model's turns. tokenizer: tokenizer of the same model, with the chat template.
+        Raises ConfigError if this machine cannot start the program.
         """
         require_program(COMMAND, self.words)
         from tba_hpc.environments.endpoint import Endpoint  # a login node may lack aiohttp

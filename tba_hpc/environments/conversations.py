@@ -47,7 +47,7 @@ Reaction = tuple[Sequence[Message], bool]
 """Messages that follow a turn, and whether the episode is over."""
 
 PAUSE_SECONDS = 0.005
-"""Longest wait for an environment while the engine is idle, s."""
+"""Longest wait for an environment while the engine is idle, in seconds."""
 
 MOST_HANGING = 64
 """Number of hanging calls at which the run ends, because their threads cannot be ended."""

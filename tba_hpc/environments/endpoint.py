@@ -29,7 +29,7 @@ OPEN_FILES = 1 << 16
 """Number of file descriptors that a searcher may open; a running program takes three of them."""
 
 CLOSE_SECONDS = 5.0
-"""Longest wait for the server to end, s."""
+"""Longest wait for the server to end, in seconds."""
 
 
 class OwnListener(socket.socket):

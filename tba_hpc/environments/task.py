@@ -57,8 +57,8 @@ class Conversational(Jsonl):
         """Make a task from the config's options. Raises ConfigError.
 
         max_turns: number of the model's turns after which an episode ends. step_seconds: time limit for each
-        reply of the environment or program, s. concurrency: number of environments or programs that may work
-        at the same time, per searcher. chat_template_kwargs: variables of the chat template, such as
+        reply of the environment or program, in seconds. concurrency: number of environments or programs that
+        may work at the same time, per searcher. chat_template_kwargs: variables of the chat template, such as
         {enable_thinking: false}. chat: always true, since conversations need a chat template. options: those
         of ``Jsonl``.
         """

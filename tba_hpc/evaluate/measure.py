@@ -107,7 +107,7 @@ def measure(
     The first evaluation is greedy unless the task has an evaluation_temperature. samples: completions per
     prompt in the second evaluation; 0: leave it out. temperature: sampling temperature of the second
     evaluation; None: the config's. limit: number of prompts used; None: all. show: number of prompts, from
-    the first, whose answers the result contains. Progress is printed on stderr.
+    the first, whose answers the result contains. Progress is printed to stderr.
 
     Raises ConfigError for a missing model, an empty split or a prompt that is too long, and EngineError if
     the engine keeps dying.

@@ -72,14 +72,14 @@ MOST_WAITING = 4
 unfinished. Nobody completes a dead searcher's part of an evaluation, so they would pile up."""
 
 MANIFEST_CHECK_SECONDS = 0.1
-"""Minimum interval between two reads of ``latest.json`` by a searcher, s: file servers are slow and shared.
+"""Minimum interval between two reads of ``latest.json`` by a searcher, in seconds.
 
-While the file stays unchanged, the interval grows to a fiftieth of the time since the last change, but not
-beyond ten times this minimum.
+File servers are slow and shared. While the file stays unchanged, the interval grows to a fiftieth of the time
+since the last change, but not beyond ten times this minimum.
 """
 
 STOP, HELD = "stop-", "held-"
-"""Prefixes of file names: of requests to stop the run, and of hard links to weights that a searcher uses."""
+"""Prefixes of the names of requests to stop the run, and of hard links to weights that a searcher uses."""
 
 PROGRESS = "progress"
 """Name of the file with the completed requests and the cursors."""
@@ -154,7 +154,7 @@ class FileTrainerExchange:
     read_pending: function that takes cursors, and returns the shards at or beyond these that can be read, in
     order for each searcher. progress: requests completed and shards merged before this attempt. evaluated:
     function that returns whether the evaluation of a split with the weights of a version is complete.
-    timeout: longest wait while a disk is full or its server is away, s.
+    timeout: longest wait while a disk is full or its server is away, in seconds.
     """
 
     def __init__(
@@ -373,8 +373,8 @@ class FileSearcherExchange:
 
     folder: folder of the weights, which need not exist yet. searcher: number of this searcher. attempt: name
     of this attempt; its trainer has started once the manifest names it. deadline: longest wait for another
-    rank, s; the trainer may take IDLE_DEADLINES times as long between two rounds. start_deadline: longest
-    wait for the trainer's start, s; None: ``deadline``.
+    rank, in seconds; the trainer may take IDLE_DEADLINES times as long between two rounds. start_deadline:
+    longest wait for the trainer's start, in seconds; None: ``deadline``.
     """
 
     def __init__(
@@ -556,7 +556,7 @@ class FileSearcherExchange:
 
     @property
     def _timeout(self) -> float:
-        """Longest time without a change of the manifest, s; until the trainer starts, ``start_deadline``."""
+        """Longest time without a change of the manifest, in seconds; ``start_deadline`` before the start."""
         return self._deadline * IDLE_DEADLINES if self._has_started else self._start_deadline
 
 
@@ -564,8 +564,8 @@ class ElasticSearcherExchange(FileSearcherExchange):
     """An elastic searcher's end of the exchange. It waits while no trainer runs, and never stops the run.
 
     lease: number of the lease by which this searcher holds its slot. timeout: longest absence of the trainer,
-    s. leaving, finished, evaluates: functions that return whether this searcher must leave, whether the run
-    is finished, and whether this searcher takes part in evaluations.
+    in seconds. leaving, finished, evaluates: functions that return whether this searcher must leave, whether
+    the run is finished, and whether this searcher takes part in evaluations.
     """
 
     _remedy = "start the run again, or raise launch.timeout_seconds if its job waits in the queue"

@@ -174,7 +174,7 @@ def parse_shard(path: Path, data: bytes) -> Shard:
 
 
 def _encode(kind: str, attributes: Mapping[str, int], arrays: Mapping[str, np.ndarray]) -> memoryview:
-    """Return the bytes of a file; ``kind``: shard or arrays. The same values give the same bytes."""
+    """Return the bytes of a file. The same values give the same bytes. kind: "shard" or "arrays"."""
     image = io.BytesIO()
     with h5py.File(image, "w", libver=LIBVER, userblock_size=HEADER_BYTES) as file:
         file.attrs.update({"format": f"tba-hpc {kind}", "schema": SCHEMA, **attributes})
@@ -202,7 +202,7 @@ def _decode(path: Path, kind: str, data: bytes) -> tuple[dict[str, int], dict[st
 def _require_schema(path: Path, schema: int, sealed: int) -> None:
     """Check the schema of a file, which it states twice; the checksum covers only the image.
 
-    path: name of the file in errors. schema: as in the file's first line. sealed: as in the image.
+    path: name of the file in errors. schema: schema in the file's first line. sealed: schema in the image.
     Raises ShardError if the two differ, and AnotherVersionError if they are not SCHEMA.
     """
     if schema != sealed:
@@ -285,7 +285,7 @@ def _verify(path: Path, kind: str, data: bytes) -> int:
 
 
 def seal_interval(config: Config) -> float:
-    """Return the longest time until a scored completion is sealed, s; see SEARCHERS_AT_FULL_RATE."""
+    """Return the longest time until a scored completion is sealed, in seconds; see SEARCHERS_AT_FULL_RATE."""
     return config.exchange.seal_seconds * max(1.0, config.launch.places / SEARCHERS_AT_FULL_RATE)
 
 
@@ -295,8 +295,8 @@ class ShardWriter:
     A trajectory is acknowledged, and from then on never lost, when ``seal`` returns its shard. Indices of
     shards go up by one, and none is used twice in a run. first_index: the trainer's cursor of this searcher,
     since shards below it may be deleted. Indices begin there, or after the last file on disk if that is
-    higher; files that were set aside count. timeout: longest wait while a disk is full, s. clock: function
-    that returns the time, s.
+    higher; files that were set aside count. timeout: longest wait while a disk is full, in seconds. clock:
+    function that returns the time, in seconds.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class ShardWriter:
 
     @property
     def age(self) -> float:
-        """Time that the oldest unsealed completion has waited, s; 0 if there is none."""
+        """Time that the oldest unsealed completion has waited, in seconds; 0 if there is none."""
         return self._clock() - self._since if self._open else 0.0
 
     def append(

@@ -55,10 +55,10 @@ from tba_hpc.run.background import Worker, at_once
 log = logging.getLogger(__name__)
 
 IDLE_PAUSE = 2e-3
-"""Pause between two checks for a message that is not expected soon, s."""
+"""Pause between two checks for a message that is not expected soon, in seconds."""
 
 SWITCH_SECONDS, PYTHONS_SECONDS = 5e-5, sys.getswitchinterval()
-"""Python's switch interval during a round, and its default (5 ms) for all other times, s.
+"""Python's switch interval during a round, and its default (5 ms) for all other times, in seconds.
 
 A busy main thread may keep the exchange thread from running for that long, and MPI moves data only while the
 exchange thread polls it.

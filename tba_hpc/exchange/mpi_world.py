@@ -55,14 +55,14 @@ LEADER = 0
 """World rank that starts every round."""
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
-"""Shortest and longest pause between two checks for a message that is expected soon, s."""
+"""Shortest and longest pause between two checks for a message that is expected soon, in seconds."""
 
 BUCKETS_IN_FLIGHT, BUCKET_MB = 4, 64
 """Number of concurrent broadcasts of weights, and the size of each, MiB. MPI allows less than 2 GiB."""
 
 SETTLING_SECONDS = 0.5
-"""Pause before the first message, s. Open MPI 5 may crash if a message reaches a rank on another node that is
-still in MPI_Init (open-mpi/ompi#12495)."""
+"""Pause before the first message, in seconds. Open MPI 5 may crash if a message reaches a rank on another
+node that is still in MPI_Init (open-mpi/ompi#12495)."""
 
 HOSTNAME = np.dtype("S256")
 
@@ -77,11 +77,11 @@ generations: how often each file has given back its memory.
 """
 
 RELEASE_SECONDS = 1.0
-"""Time after which the spare file replaces a file that is needed for new weights but still read, s."""
+"""Seconds after which the spare file replaces a file that is needed for new weights but still read."""
 
 READ_DEADLINES = IDLE_DEADLINES - 2
-"""Number of deadlines for which readers may delay new weights if the spare file cannot be used. Then the
-lowest rank of their node raises an error that names the node, before others give up on the next round."""
+"""Number of deadlines for which readers may delay new weights if the spare file cannot be used. After that
+the lowest rank of their node raises an error that names the node, before others give up on the next round."""
 
 END_DEADLINES = 2
 """Number of deadlines for which ranks may score and seal what they hold once the run is over."""
@@ -140,7 +140,7 @@ class MpiWorld:
     trainers: int
     searchers: int
     deadline: float
-    """Longest wait for another rank, s."""
+    """Longest wait for another rank, in seconds."""
     node_split: Callable[[MPI.Intracomm], MPI.Intracomm]
     """Function from a communicator to a smaller one, of those ranks that share this rank's memory."""
     hosts: tuple[str, ...] = ()
@@ -148,7 +148,7 @@ class MpiWorld:
     offset: int = 0
     """Rank in ``comm`` of world rank 0."""
     work_deadline: float | None = None
-    """Deadline once all ranks are set up, s; None: ``deadline``."""
+    """Deadline once all ranks are set up, in seconds; None: ``deadline``."""
 
     @classmethod
     def join(
@@ -163,11 +163,11 @@ class MpiWorld:
     ) -> MpiWorld:
         """Join the world, and check its size and roles against the config. Call it before slow imports.
 
-        trainers, searchers: numbers of ranks in the config. deadline: longest wait for another rank, s.
-        work_deadline: longest wait once all ranks are set up, s; None: ``deadline``. node_split: as the
-        attribute. If MPI numbers the searchers before the trainers, the launcher sets the environment
-        variable TBA_SEARCHERS_FIRST to "1". Raises ConfigError if size or role is wrong, and ExchangeError,
-        which names the ranks, if some have not joined in time.
+        trainers, searchers: numbers of ranks in the config. deadline: longest wait for another rank, in
+        seconds. work_deadline: longest wait once all ranks are set up, in seconds; None: ``deadline``.
+        node_split: as the attribute. If MPI numbers the searchers before the trainers, the launcher sets the
+        environment variable TBA_SEARCHERS_FIRST to "1". Raises ConfigError if size or role is wrong, and
+        ExchangeError, which names the ranks, if some have not joined in time.
         """
         comm = MPI.COMM_WORLD
         _check_threads()
@@ -254,7 +254,7 @@ class MpiWorld:
 
         what, remedy: as in ``missing``. seconds: longest wait; None: the deadline on the leader, and twice
         the deadline on other ranks. So the leader gives up first: it alone hears from all ranks, and can name
-        the missing one. pause, longest: first and longest pause between two checks, s.
+        the missing one. pause, longest: first and longest pause between two checks, in seconds.
         """
         seconds = seconds or self.deadline * (1 if self.rank == LEADER else 2)
         end = time.monotonic() + seconds
@@ -277,8 +277,8 @@ class MpiWorld:
 
         Returns the node's shared memory for weights.
 
-        layout: of the weights. bucket_mb: size of a broadcast between nodes, MiB. Raises ExchangeError, which
-        names the ranks, if some are not set up in time.
+        layout: layout of the weights. bucket_mb: size of a broadcast between nodes, MiB. Raises
+        ExchangeError, which names the ranks, if some are not set up in time.
         """
         assert self.rank == LEADER, "all others call connect"
         hellos = [self.receive(np.empty(1, np.int64), rank, Tag.CONNECT) for rank in self.peers]

@@ -36,8 +36,8 @@ class Arrival:
 class Recording:
     """Arrivals of shards and publications of weights in a run, without those that a resume has undone.
 
-    arrivals: in order. published: versions of the weights that were published; None: a replay publishes
-    whenever a publication is due. steps: number of optimizer steps done.
+    arrivals: arrivals in order. published: versions of the weights that were published; None: a replay
+    publishes whenever a publication is due. steps: number of optimizer steps done.
     """
 
     arrivals: tuple[Arrival, ...]

@@ -21,7 +21,7 @@ import numpy as np
 from tba_hpc.core.types import WeightLayout
 
 WORD, BLOCK = 2, 256
-"""Bytes of a word, and words of a block: as many as a uint8 can index."""
+"""Number of bytes in a word, and of words in a block, as many as a uint8 can index."""
 
 PIECE = 1 << 18
 """Number of 16-bit words that a thread compares at once; they fit in a core's cache."""

@@ -47,7 +47,7 @@ from tba_hpc.run.signals import die_with, kill_session
 from tba_hpc.run.stacks import late_ranks
 
 RANKS_CHECK_SECONDS = 0.25
-"""Pause between two checks of the processes and the metrics, s."""
+"""Pause between two checks of the processes and the metrics, in seconds."""
 
 SEARCHERS_END_SECONDS = 60.0
 """Seconds that searchers may run after the last trainer has ended, in a run without MPI."""
@@ -59,11 +59,11 @@ TAIL_LINES = 15
 """Number of lines shown of a failed rank's log."""
 
 ASK_AGAIN_SECONDS = 2.0
-"""Pause between two requests to stop, s. Requests are repeated, since mpiexec loses signals while it starts
-ranks."""
+"""Pause between two requests to stop, in seconds. Requests are repeated, since mpiexec loses signals while it
+starts ranks."""
 
 UNLOCKED_SECONDS = 3.0
-"""Age from which an unlocked folder of MPI files counts as abandoned, s. A new one is locked at once."""
+"""Age in seconds from which an unlocked folder of MPI files is abandoned. A new one is locked at once."""
 
 PRIVATE = "tba-hpc-world-"
 """Prefix of the folder in SHARED_MEMORY for the files of an MPI world."""
@@ -160,7 +160,8 @@ def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[s
 def _user(home: str) -> dict[str, str]:
     """Return this user's name and home folder as environment variables; Open MPI and torch need them.
 
-    home: home folder of a user whom the system does not list, as in containers. The name is then the user id.
+    home: home folder of a user whom the system does not list, as in containers. Such a user's name is the
+    user id.
     """
     try:
         found = pwd.getpwuid(os.getuid())

@@ -42,8 +42,8 @@ class Placement:
     def join(cls, config: Config, role: Role, index: int | None) -> Placement:
         """Join the MPI world and return this rank's placement in it.
 
-        A run over files has no MPI world. The index is then ``index``, or what srun's variables say if that
-        is None. Raises ConfigError if srun gives no index, and ExchangeError if ranks are missing.
+        A run over files has no MPI world. In that case the index is ``index``, or what srun's variables say
+        if that is None. Raises ConfigError if srun gives no index, and ExchangeError if ranks are missing.
         """
         gpus = config.generator.tensor_parallel if role == "searcher" else 1
         if not config.one_world:

@@ -170,7 +170,7 @@ class Site(Section):
 
     @property
     def seconds(self) -> float:
-        """Wall time of the job, s."""
+        """Wall time of the job, in seconds."""
         return slurm_seconds(self.time)
 
     @property
@@ -217,7 +217,7 @@ class Site(Section):
 
     @property
     def seconds_to_train(self) -> float:
-        """Wall time of the job before the earliest moment at which it may be asked to checkpoint, s."""
+        """Wall time until the earliest moment at which the job may be asked to checkpoint, in seconds."""
         return self.seconds - self.signal_seconds - EARLY_SIGNAL_SECONDS
 
     @field_validator("time", mode="before")
@@ -296,7 +296,7 @@ def _is_limit(time: str) -> bool:
 
 
 def slurm_seconds(time: str) -> float:
-    """Convert a time limit of Slurm to seconds; infinity if it is no number, such as ``UNLIMITED``.
+    """Convert a time limit of Slurm to seconds; infinity if it is not a number, such as ``UNLIMITED``.
 
     time: minutes ``M``, or ``M:S``, ``H:M:S``, ``D-H[:M[:S]]``.
     """

@@ -41,7 +41,7 @@ LAUNCHER_KILLED_SECONDS = 10.0
 """Seconds in which a killed process must disappear."""
 
 STOP_CHECK_SECONDS = 0.25
-"""Pause before the second check whether the run has ended, s. Later pauses double, up to
+"""Pause before the second check whether the run has ended, in seconds. Later pauses double, up to
 JOB_CHECK_SECONDS."""
 
 

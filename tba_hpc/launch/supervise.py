@@ -29,15 +29,15 @@ FIRST_ELASTIC = 5000
 """Number of the first elastic searcher. A copy of the one in ``config``, which takes long to import."""
 
 LONG_SECONDS = 300
-"""Time after which a failure of elastic searchers counts as the first in a row, whatever came before, s."""
+"""Seconds after which a failure of elastic searchers counts as the first in a row, whatever came before."""
 
 NEAR_END_SECONDS = 120
-"""Time that tells why a job was asked to stop, s. If the time left was less than this plus the time for a
+"""Seconds that tell why a job was asked to stop. If the time left was less than these plus the time for a
 checkpoint, the job's time limit was near. Otherwise it was preempted. Slurm may ask up to 60 s early."""
 
 SCRIPT_SECONDS = 270
-"""Time for a checkpoint in the scripts in slurm/, s. Whatever the site says, these are asked to stop 300 s
-before the end, and 30 s of that are for the requeue."""
+"""Time for a checkpoint in the scripts in slurm/, in seconds. Whatever the site says, these are asked to stop
+300 s before the end, and 30 s of that are for the requeue."""
 
 TOO_SLOW = (
     "see the job's log, give it more time (--time, site key time) or, if its nodes were rejected, other "
@@ -69,7 +69,7 @@ class JobState:
     code: int = 0
     """Exit status of the ranks that have just ended."""
     seconds: int = 0
-    """Time for which these ranks ran, s."""
+    """Time for which these ranks ran, in seconds."""
     failures: int = 0
     """Failures in a row before these ranks."""
     stop: bool = False
@@ -81,7 +81,7 @@ class JobState:
     chained: bool = False
     """True if the job follows another job of a chain."""
     save_seconds: int = 0
-    """Time that the ranks get for a checkpoint once they are asked to stop, s."""
+    """Time that the ranks get for a checkpoint once they are asked to stop, in seconds."""
     requeue: str = "yes"
     """Permission of the job to requeue itself: "yes" or "no"."""
     het: bool = False

@@ -572,7 +572,8 @@ def _packed(batch: TrajectoryBatch, rows: np.ndarray, layout: Layout) -> Packed:
 def _means(outputs: Sequence[ObjectiveOutput], of_groups: int) -> dict[str, Tensor]:
     """Return what this rank contributes to the batch's mean loss and metrics, by name, as float64 scalars.
 
-    outputs: of this rank's micro-batches. of_groups: number of groups of the whole batch.
+    outputs: the objective's output for each micro-batch of this rank. of_groups: number of groups of the
+    whole batch.
     """
     means = dict[str, Tensor]()
     for output in outputs:

@@ -49,8 +49,8 @@ class FileTokenizer:
     A check of lengths with this class therefore never refuses what would fit. No special tokens are added,
     unless the text has no other tokens, and a chat message is encoded without the chat template.
 
-    tokenizer: from tokenizer.json. model: folder or hub name, for errors. settings: the contents of
-    tokenizer_config.json, with the model's chat template, if it has one, as ``chat_template``.
+    tokenizer: the tokenizer in tokenizer.json. model: folder or hub name, for errors. settings: the contents
+    of tokenizer_config.json, with the model's chat template, if it has one, as ``chat_template``.
     """
 
     def __init__(

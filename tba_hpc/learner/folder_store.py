@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tba_hpc.run.files import listing
 
 FIRST_PAUSE, LAST_PAUSE = 0.02, 0.32
-"""First and longest pause, s, between two checks for an entry of another rank. Pauses double in between."""
+"""First and longest pause in seconds between checks for another rank's entry. Pauses double in between."""
 
 
 class FolderStore(dist.Store):

@@ -18,8 +18,8 @@ from tba_hpc.learner.hf_model import HfTokenizer, load_policy, load_tokenizer, s
 class HfAnswers:
     """A model that answers questions, on the GPU if there is one.
 
-    path: folder or hub name. dtype: of the weights in memory; None: as stored. Raises ConfigError if there is
-    no such model.
+    path: folder or hub name. dtype: dtype of the weights in memory; None: that of the files. Raises
+    ConfigError if there is no such model.
     """
 
     def __init__(self, path: str, dtype: Dtype | None = None) -> None:

@@ -368,7 +368,7 @@ class PolicyLogprobs(nn.Module):
 
 
 def compiles(section: ModelSection) -> bool:
-    """Return whether layers are compiled: as model.compile says, by default if there is a GPU."""
+    """Return whether layers are compiled, as model.compile says. By default they are if there is a GPU."""
     return torch.cuda.is_available() if section.compile is None else section.compile
 
 

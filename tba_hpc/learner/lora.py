@@ -117,7 +117,7 @@ def _layers(policy: PreTrainedModel, targets: tuple[str, ...] | None, path: str)
     """Return the names of the linear layers to adapt. Raises ConfigError if a target matches none.
 
     targets: last components of layer names; None: all linear layers. The output layer is never adapted,
-    because LogprobHead takes only its weights, which may be tied to the embedding. path: for errors.
+    because LogprobHead takes only its weights, which may be tied to the embedding. path: used in errors.
     """
     head = policy.get_output_embeddings()
     linear = [

@@ -12,7 +12,7 @@ import torch
 class SideStream:
     """Asynchronous copies from this process's GPU; without a GPU, copies are synchronous.
 
-    own: use a separate stream. Otherwise copies are queued in the current stream; then a tensor may be freed
+    own: use a separate stream. Otherwise copies are queued in the current stream, and a tensor may be freed
     as soon as its copy is queued. cuda: torch.cuda, or an object like it; None: torch.cuda if there is a GPU.
     """
 

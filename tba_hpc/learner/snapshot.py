@@ -27,7 +27,7 @@ class Snapshot:
     """Copies in memory of one rank's checkpoint files. A file that does not fit is written at once instead.
 
     local_ranks: number of trainer ranks on this machine, all of which make copies. gpu: whether the state is
-    on a GPU; copies are then in page-locked memory.
+    on a GPU. If so, copies are in page-locked memory.
     """
 
     def __init__(self, *, local_ranks: int, gpu: bool) -> None:

@@ -68,9 +68,9 @@ class TrainerGroup:
 
     The constructor waits for the other ranks in ``store``, an existing, private, shared folder that was empty
     before this attempt. It sets the environment variables RANK, LOCAL_RANK and others, which libraries read.
-    deadline: time limit of any operation of all ranks, s. start_deadline: longest wait for another rank to
-    start, s; None: deadline. Raises ExchangeError that names missing ranks, or ConfigError that names ranks
-    sharing a GPU.
+    deadline: time limit of any operation of all ranks, in seconds. start_deadline: longest wait for another
+    rank to start, in seconds; None: deadline. Raises ExchangeError that names missing ranks, or ConfigError
+    that names ranks sharing a GPU.
 
     device: this rank's GPU, or the CPU. local_ranks: number of trainer ranks on this machine.
     """

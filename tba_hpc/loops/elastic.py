@@ -34,10 +34,10 @@ EVALUATOR = "evaluator"
 """Name of the lease of the evaluating searcher in a run whose searchers are all elastic."""
 
 EVALUATOR_RETRY_SECONDS = 5.0
-"""Pause between two attempts to take the EVALUATOR lease, s."""
+"""Pause between two attempts to take the EVALUATOR lease, in seconds."""
 
 ELASTIC_CHECK_SECONDS = 5.0
-"""Interval at which the trainer checks which elastic searchers are there, s."""
+"""Interval at which the trainer checks which elastic searchers are there, in seconds."""
 
 MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 """Environment variables that an MPI launcher sets in the processes it starts."""
@@ -226,7 +226,7 @@ class ElasticStay:
     def requests(self, task: Task, progress: Progress) -> Iterator[Request]:
         """Yield the slot's requests, except completed ones, until the run is restarted without this slot.
 
-        progress: of the run when this searcher joined, including the sealed shards of this slot. If a
+        progress: the run's progress when this searcher joined, including the sealed shards of this slot. If a
         restarted trainer divides the requests among another number of slots, the slot's new requests follow,
         except those that this searcher has issued before.
         """

@@ -15,10 +15,10 @@ from tba_hpc.run.evaluations import find_evaluation, missing_parts
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
 EVALUATION_CHECK_SECONDS = 0.1
-"""Pause between two checks of the exchange and of the last evaluation, s."""
+"""Pause between two checks of the exchange and of the last evaluation, in seconds."""
 
 NEWS_SECONDS = 5.0
-"""Pause between two checks of the searchers' metrics for progress, s."""
+"""Pause between two checks of the searchers' metrics for progress, in seconds."""
 
 
 def end_run(run: RunDir, config: Config, trainer: Trainer, *, finished: bool) -> None:

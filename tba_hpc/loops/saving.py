@@ -22,7 +22,7 @@ from tba_hpc.run.metrics import MetricsWriter, Value
 log = logging.getLogger(__name__)
 
 TELL_SECONDS = 60.0
-"""Shortest time between two warnings in the log that the disk is full, s."""
+"""Shortest time between two warnings in the log that the disk is full, in seconds."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Saving:
 
     @property
     def seconds(self) -> float:
-        """Duration of the longest save so far, earlier attempts included, s."""
+        """Duration of the longest save so far, earlier attempts included, in seconds."""
         return self.saved.save_seconds
 
     def due(self, step: int) -> bool:

@@ -45,7 +45,7 @@ If more groups wait to be scored, ``Scorer.finished`` waits for the oldest of th
 ``Scorer.full`` is True."""
 
 BACKLOG_SECONDS = 1.0
-"""Longest time that ``Scorer.finished`` waits, s. The searcher has other work to do."""
+"""Longest time that ``Scorer.finished`` waits, in seconds. The searcher has other work to do."""
 
 ANSWERS_AT_ONCE = 16
 """Largest number of evaluation answers judged together. Waiting training groups are scored in between."""
@@ -54,7 +54,7 @@ MOST_REJECTED = 10
 """Number of groups in a row without a usable reward, or of unjudged answers, at which a searcher ends."""
 
 CLOSING_SECONDS = 30.0
-"""Time at the end of a run in which waiting groups are still scored, s. A resume requests the others anew."""
+"""Seconds at the end of a run in which waiting groups are still scored. A resume requests the others anew."""
 
 LARGEST = float(np.finfo(np.float32).max)
 """Largest magnitude of a reward. Larger ones are not finite as float32, and are set aside."""

@@ -22,11 +22,11 @@ class Sums:
     scored: int = 0
     """Number of groups that the task scored."""
     reward_seconds: float = 0.0
-    """Time that the task took to score the groups, s."""
+    """Time that the task took to score the groups, in seconds."""
     rejected: int = 0
     """Number of completions set aside because their reward is not finite, or the task's code raised."""
     seal_seconds: float = 0.0
-    """Time spent on sealing shards, s."""
+    """Time spent on sealing shards, in seconds."""
 
     # Over groups with a reward
     groups: int = 0
@@ -69,9 +69,9 @@ class Sums:
     generated: int = 0
     """Number of tokens that the engine sampled, evaluations included."""
     load_seconds: float = 0.0
-    """Duration of the last load of weights, s."""
+    """Duration of the last load of weights, in seconds."""
     propagation_seconds: float = 0.0
-    """Time from the publication of the last loaded weights until they were in use, s."""
+    """Time from the publication of the last loaded weights until they were in use, in seconds."""
 
     @classmethod
     def of(
@@ -87,7 +87,7 @@ class Sums:
 
         rewards: one per completion. ref_logprobs: log π_ref, float32 [T] per completion; None without a
         reference model. parts: result of ``Task.reward_parts``. tempered: whether the group was sampled at a
-        random temperature; its log-probabilities then do not estimate the policy's entropy and KL.
+        random temperature. If so, its log-probabilities do not estimate the policy's entropy and KL.
         """
         completions = group.completions
         tokens = sum(len(completion.tokens) for completion in completions)

@@ -22,7 +22,7 @@ PENDING_SHARDS = 64
 """Default of ``Searcher.pending_shards``."""
 
 IDLE_SECONDS = 0.005
-"""Pause of the loop while the engine has nothing to generate, s."""
+"""Pause of the loop while the engine has nothing to generate, in seconds."""
 
 
 @dataclass(kw_only=True)
@@ -32,8 +32,8 @@ class Searcher:
     requests: the training requests that this searcher issues, in order. report: function that receives this
     searcher's part of an evaluation. stop_asked: returns whether a signal has asked this process to stop.
     sequences: requests are submitted while fewer completions than this are in flight. pending_shards: number
-    of offered and unmerged shards at which generation pauses. log_seconds: interval of lines of metrics, s.
-    weights_in_use: function called each time the engine has loaded weights.
+    of offered and unmerged shards at which generation pauses. log_seconds: interval of lines of metrics, in
+    seconds. weights_in_use: function called each time the engine has loaded weights.
     """
 
     generator: Generator

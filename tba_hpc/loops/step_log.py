@@ -24,7 +24,7 @@ class StepLog:
 
     clock: measures the parts of a step under the names ``wait`` (for data), ``publish``, ``reference``,
     ``learn`` and ``checkpoint``. late: number of steps taken while a publication was put off. longest_step:
-    duration of the longest step, without its waits and checkpoints, s.
+    duration of the longest step, without its waits and checkpoints, in seconds.
     """
 
     train: TrainSection
@@ -39,9 +39,10 @@ class StepLog:
     _learning: float = 0.0  # seconds of _wall spent in the learner
 
     def write(self, step: int, batch: TrajectoryBatch, learned: Mapping[str, float]) -> float:
-        """Write the line about ``step`` (from 0), which learned from ``batch``; return its duration, s.
+        """Write the line about ``step`` (from 0), which learned from ``batch``; return the step's duration.
 
-        learned: metrics of the learner. Those that are not finite, as in a skipped step, are left out.
+        learned: metrics of the learner. Those that are not finite, as in a skipped step, are left out. The
+        duration is in seconds.
         """
         wall, spent = self.clock.wall, self.clock.reset()
         own = wall - spent.get("wait", 0.0) - spent.get("checkpoint", 0.0)
@@ -82,7 +83,7 @@ class StepLog:
     def _wait_share(self, wall: float, learning: float) -> float | None:
         """Add a step; return the share of time spent outside the learner. The first WARMUP_STEPS return None.
 
-        wall: duration of the step, s. learning: how much of it was spent in the learner, s.
+        wall: duration of the step, in seconds. learning: how much of it was spent in the learner, in seconds.
         """
         self._steps += 1
         if self._steps <= WARMUP_STEPS:

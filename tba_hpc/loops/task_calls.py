@@ -23,7 +23,7 @@ MOST_HANGING = 3
 """Number of hanging calls after which a searcher ends."""
 
 LEAVING_SECONDS = 5.0
-"""Longest time that an ending process waits for a thread's current call, s."""
+"""Longest time that an ending process waits for a thread's current call, in seconds."""
 
 
 class OverranError(Exception):

@@ -32,10 +32,10 @@ from tba_hpc.run.metrics import MetricsWriter
 log = logging.getLogger(__name__)
 
 DATA_CHECK_SECONDS = 0.02
-"""Pause between two checks of the exchange while the trainer waits, s."""
+"""Pause between two checks of the exchange while the trainer waits, in seconds."""
 
 MARGIN_SECONDS = 30.0
-"""Time kept at the end of a job for leaving and requeueing, s, in addition to a step and unfinished saves."""
+"""Seconds kept at the end of a job for leaving and requeueing, in addition to a step and unfinished saves."""
 
 
 @dataclass

@@ -38,11 +38,11 @@ FEW_COMPLETIONS = 200
 right, 200 contain a right one."""
 
 WAIT_SECONDS = 60.0
-"""Time for which an attempt must have trained before the trainer's waits are judged, s. Each attempt begins
-with a wait."""
+"""Time for which an attempt must have trained before the trainer's waits are judged, in seconds. Each attempt
+begins with a wait."""
 
 LONG_SECONDS = 600.0
-"""Time after which waits are judged even if an attempt has trained for fewer than EARLY_STEPS, s."""
+"""Time after which waits are judged even if an attempt has trained for fewer than EARLY_STEPS, in seconds."""
 
 SEARCHER_LOG, ELASTIC_LOG = "tba logs RUN --rank searcher-0", "tba logs RUN --rank elastic"
 """Commands that show why trajectories were set aside, the second in a run whose searchers are all elastic."""
@@ -115,7 +115,7 @@ class View:
 
     @property
     def lower_rate(self) -> str:
-        """Remedy of many alerts, as a clause: to lower the learning rate's peak, with its present value."""
+        """Clause with the remedy of many alerts, a lower peak of the learning rate, and its present value."""
         return f"lower train.learning_rate.peak (now {self.config.train.learning_rate.peak:g})"
 
     def values(self, name: str) -> list[float]:
@@ -423,7 +423,7 @@ def distant_policy(view: View) -> Alert | None:
 
 
 def _gain(view: View) -> float | None:
-    """Return how far the mean reward of fresh completions rose; None if this rise is no bound of β·KL.
+    """Return how far the mean reward of fresh completions rose; None if this rise does not bound β·KL.
 
     The rise is a bound if the objective trades reward against β·KL from a frozen reference, and if
     train/reference_power is 1 at every step.

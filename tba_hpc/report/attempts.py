@@ -59,7 +59,7 @@ class Attempt:
 
     @property
     def lacks_ranks(self) -> bool:
-        """True for an allocation that goes on, and in which no ranks were started yet."""
+        """True if the allocation has not ended, and no ranks have been started in it yet."""
         return not self.name and not self.end
 
 

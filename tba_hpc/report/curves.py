@@ -15,7 +15,7 @@ from tba_hpc.run.metric_table import CURVES
 from tba_hpc.run.metrics import Record, number
 
 POINTS = 256
-"""Largest number of points of a curve: as many as fit in a plot."""
+"""Largest number of points of a curve, as many as fit in a plot."""
 
 TREND_POINTS = 64
 """Largest number of points of a trend, the coarser curve that alerts look at, in which noise averages out."""

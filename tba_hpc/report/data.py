@@ -29,7 +29,7 @@ from tba_hpc.run.history import EMPTY, ShardSize
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
 SHORT_RUN_SECONDS = 600.0
-"""Shortest time for which a run outside a job must have held its machine until its ETTR is shown, s."""
+"""Seconds for which a run outside a job must have held its machine before its ETTR is shown."""
 
 MANY_SEARCHERS = 4
 """Largest number of searchers whose rates are shown one by one; for more, their mean is shown."""
@@ -227,7 +227,7 @@ class RunData:
 
     @property
     def ends(self) -> list[float]:
-        """End of each attempt, unix seconds: as noted, or else the trainer's last record so far."""
+        """End of each attempt in unix seconds, or the trainer's last record so far if no end was noted."""
         return [
             attempt.end or max([attempt.start, *(stretch.end for stretch in stretches)])
             for attempt, stretches in zip(self.attempts, self.stretches, strict=True)

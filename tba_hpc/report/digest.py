@@ -43,9 +43,10 @@ PHASES = ("started", "resumed", "filling", "waiting", "stopped", "finished")
 class Merged:
     """Counts of what the trainer has merged, without merges that a resume has undone.
 
-    revision: how often merges or evictions have changed the buffer. tokens: of completions. duplicates,
-    evicted: trajectories that the buffer rejected as duplicates, or evicted. dropped: trajectories left out,
-    because an earlier shard had answered their request. cursors: index of the next shard, by searcher.
+    revision: how often merges or evictions have changed the buffer. tokens: number of completion tokens.
+    duplicates, evicted: trajectories that the buffer rejected as duplicates, or evicted. dropped:
+    trajectories left out, because an earlier shard had answered their request. cursors: index of the next
+    shard, by searcher.
     """
 
     revision: int = 0

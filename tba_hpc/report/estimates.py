@@ -69,9 +69,9 @@ def difference(one: Estimate, other: Estimate) -> Estimate:
 def paired_difference(gaps: Sequence[float], *, graded: bool) -> Estimate:
     """Estimate the mean of differences between two scores of the same prompts.
 
-    gaps: one per prompt. graded: whether scores are rewards of any size; the interval is then the normal one.
-    Otherwise they are 1 for right and 0 for wrong answers, and the interval is that of Bonett and Price
-    (2012), which has a width even if there is no difference.
+    gaps: the difference for each prompt. graded: whether scores are rewards of any size. If so, the interval
+    is the normal one. Otherwise they are 1 for right and 0 for wrong answers, and the interval is that of
+    Bonett and Price (2012), which has a width even if there is no difference.
     """
     if graded:
         return mean(sum(gaps), sum(gap * gap for gap in gaps), len(gaps))

@@ -33,7 +33,7 @@ def log_files(run: RunDir, rank: str | None, attempt: int | None) -> list[Path]:
 
     rank: ``trainer-0``, ``searcher-3``, ``mpiexec``, ``batch`` or ``elastic``; None: all of these, but the
     last two only if ``attempt`` is None. attempt: number of an attempt; None: the newest. Links that lead
-    out of the run are left out. Raises ConfigError if ``rank`` is no such name or the attempt has no logs.
+    out of the run are left out. Raises ConfigError if ``rank`` is another name or the attempt has no logs.
     """
     scripts = sorted((run.path / "slurm").glob("job-*.log"), key=lambda path: path.stat().st_mtime_ns)[-1:]
     elastic = sorted((run.path / "slurm").glob("searchers-*.log"))

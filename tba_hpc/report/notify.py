@@ -40,22 +40,22 @@ from tba_hpc.run.slurm_queue import FORGOTTEN, NO_ANSWER, QUEUED, next_job
 log = logging.getLogger(__name__)
 
 RUN_CHECK_SECONDS = 15.0
-"""Pause between two checks of the run, s."""
+"""Pause between two checks of the run, in seconds."""
 
 QUIET_SECONDS = 3600.0
-"""Time that an alert must have been absent before it is reported again, s."""
+"""Time that an alert must have been absent before it is reported again, in seconds."""
 
 SEND_SECONDS = 10.0
-"""Timeout of one message, s."""
+"""Timeout of one message, in seconds."""
 
 END_SECONDS = 30
-"""Longest time that the last messages may take after the signal to end, s."""
+"""Longest time that the last messages may take after the signal to end, in seconds."""
 
 START_SECONDS = 30
-"""Longest time until the new process listens to signals, s."""
+"""Longest time until the new process listens to signals, in seconds."""
 
 BOOT_SECONDS = 2.0
-"""Largest error of a process's start time as the kernel reports it, s."""
+"""Largest error of a process's start time as the kernel reports it, in seconds."""
 
 LOG = "notify.log"
 
@@ -74,7 +74,7 @@ def require_addresses(config: Config, environment: Mapping[str, str] = os.enviro
 
 
 def require_command(config: Config, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError if the first word of ``run.notify.command`` is no command that can be run here."""
+    """Raise ConfigError if the first word of ``run.notify.command`` is not a command that can run here."""
     word, *_ = config.run.notify.command or (sys.executable,)
     if not shutil.which(word, path=environment.get("PATH")):
         rule = "no executable file" if "/" in word else "not on the PATH"
@@ -90,7 +90,7 @@ class Notifier:
     """Sender of messages about what has changed in a run since the last check.
 
     queue: see ``RunMonitor``. since: unix seconds; events before this time are not reported. beside: whether
-    a launcher or batch script started this process. Alerts that exist when it starts are then not reported,
+    a launcher or batch script started this process. If so, alerts that exist when it starts are not reported,
     since the process of an earlier attempt has done so.
     """
 
@@ -133,7 +133,7 @@ class Notifier:
             self._send("end", last.words, last.command or self._command("status"))
 
     def _last_words(self, job: list[QueueEntry]) -> RunState:
-        """Return the run's state once its launcher or batch script has ended. job: as Slurm sees it now."""
+        """Return the run's state once its launcher or batch script has ended. job: entries in the queue."""
         now, step = run_state(self._monitor), self._monitor.step
         if self._monitor.last_event == "requeue":
             why = why_requeued(self._monitor.events)
@@ -239,8 +239,8 @@ def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
     """Send messages about a run until it is finished or this process gets SIGTERM or SIGINT.
 
     queue: see ``RunMonitor``. beside: whether a launcher or batch script started this process and sends it
-    SIGTERM when it ends itself; the end of the run is then reported, too. Raises ConfigError if run.notify is
-    not set, or if a variable that it names holds no address.
+    SIGTERM when it ends itself. If so, the end of the run is also reported. Raises ConfigError if run.notify
+    is not set, or if a variable that it names holds no address.
     """
     config = run.config()
     if not config.run.notify.wanted:

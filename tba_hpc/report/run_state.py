@@ -26,7 +26,7 @@ from tba_hpc.run.owners import Owner, holders, is_abandoned
 from tba_hpc.run.slurm_queue import FORGOTTEN, NO_ANSWER, QUEUED, WITH_NODES, bracketed
 
 SILENT_RUN_SECONDS = 600.0
-"""Shortest silence of all ranks after which a run may be dead, s; starting engines may take this long."""
+"""Seconds of silence of all ranks after which a run may be dead; starting engines may take this long."""
 
 OVER = {"created", "stopped", "aborted", "failed", "refused", "gone", "finished"}
 """States of a run that does nothing more by itself."""
@@ -41,10 +41,10 @@ STANDSTILL_SECONDS, STANDSTILL_STEPS = 120.0, 10
 """Shortest time without a step after which a trainer counts as standing still: seconds, and usual steps."""
 
 QUEUE_SECONDS = 10.0
-"""Shortest pause between two queries to Slurm, s."""
+"""Shortest pause between two queries to Slurm, in seconds."""
 
 FRESH_SECONDS = 60.0
-"""Shortest silence after which a searcher counts as stopped, s; nodes' clocks differ by less than this."""
+"""Seconds of silence after which a searcher counts as stopped; nodes' clocks differ by less than this."""
 
 WHY_REQUEUED = (
     (("draining",), "a node drained"),
@@ -147,7 +147,7 @@ class RunMonitor(RunData):
 
     @property
     def elapsed(self) -> float:
-        """Duration of the newest attempt so far, s; before any attempt, the age of this monitor."""
+        """Duration of the newest attempt so far, in seconds; before any attempt, the age of this monitor."""
         if self.attempt is None:
             return time.time() - self._opened
         return max(0.0, (self.attempt.end or time.time()) - self.attempt.start)

@@ -34,10 +34,10 @@ from tba_hpc.run.metrics import number
 from tba_hpc.run.owners import Owner
 
 LINE_SECONDS = 5.0
-"""Pause between two plain lines if the output is not a terminal, s."""
+"""Pause between two plain lines if the output is not a terminal, in seconds."""
 
 REFRESH_SECONDS = 1.0
-"""Shortest pause between two readings of the run, s."""
+"""Shortest pause between two readings of the run, in seconds."""
 
 ROLES = {"0": "trainers", "1": "searchers"}
 """Roles of the components of a het job, by their number; a job of one component has all ranks."""
@@ -80,11 +80,10 @@ def _scores(data: RunData, evaluations: Sequence[Evaluation]) -> str:
 
 
 def _right_and_ended(last: Sequence[Evaluation]) -> dict[str, str]:
-    """Return a cell with the share of answers that are correct and were not cut off, by its title.
+    """Return a cell with the share of answers that are correct and were not cut off, keyed by its title.
 
-    last: a list of the newest evaluation; empty if there is none.
-    There is no cell if no answer can be called correct, or if no correct answer was cut off: this share is
-    then the score.
+    last: a list of the newest evaluation; empty if there is none. The result is empty if no answer can be
+    called correct. It is also empty if no correct answer was cut off, because the share equals the score.
     """
     told = last and last[0].tells_correct and last[0].cut_correct
     return {RIGHT_AND_ENDED: percent(last[0].ended_score)} if told else {}
@@ -110,7 +109,7 @@ def _rates(rates: Sequence[float]) -> str:
 
 
 def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
-    """Return texts by title: rewards by name, ranks, nodes, checkpoint, time, faults, and what to do next."""
+    """Return facts about a run, such as its ranks, checkpoint and faults, as strings, keyed by title."""
     attempt, job, trainer = monitor.attempt, job_of(monitor), monitor.trainer
     age, silence, trends = monitor.checkpoint_age, monitor.silence, monitor.trends
     ago = "" if age is None else f", {duration(age)} ago"
@@ -162,7 +161,7 @@ def _component(component: QueueEntry) -> str:
 
 
 def done(counts: Counts) -> dict[str, str]:
-    """Return counts of what the run has done, as texts by title, equal to those of ``tba audit``."""
+    """Return counts of what the run has done, as strings, keyed by title; ``tba audit`` counts the same."""
     if not counts.attempts:
         return {}
     dropped = f", dropped {counts.dropped:,} (answered twice)" if counts.dropped else ""
@@ -177,7 +176,7 @@ def done(counts: Counts) -> dict[str, str]:
 def figures(monitor: RunMonitor) -> dict[str, Any]:
     """Return the values behind all that is shown, for JSON; None where there is no value yet.
 
-    summary: as in summary.json. last_step: newest value of each of the trainer's figures. elastic: see
+    summary: contents of summary.json. last_step: newest value of each of the trainer's figures. elastic: see
     ``run.owners.Owner``.
     """
     now, attempt = run_state(monitor), monitor.attempt

@@ -182,7 +182,7 @@ def write_summary(run: RunDir, summary: Summary) -> None:
 
 
 def summary_rows(summary: Summary) -> dict[str, Cell]:
-    """Return the headline figures of a run by title, for ``print_summary`` and ``tba compare``."""
+    """Return the headline figures of a run, keyed by title, for ``print_summary`` and ``tba compare``."""
     figures, name = summary.figures, summary.score_name
     after = score_words(summary, summary.score_after, summary.unjudged_after)
     return {

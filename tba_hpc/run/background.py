@@ -33,7 +33,7 @@ def at_once(task: Callable[[], T]) -> Future[T]:
 class Worker:
     """Daemon thread that makes the submitted calls one after another.
 
-    exit_seconds: longest time that the process waits for unfinished calls when it exits, s; 0: no wait.
+    exit_seconds: longest time that the process waits for unfinished calls when it exits; 0: no wait.
     """
 
     def __init__(self, name: str, *, exit_seconds: float = 0) -> None:

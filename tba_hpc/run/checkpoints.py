@@ -297,7 +297,7 @@ def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
 def misplaced(run: RunDir, folder: Path, state: TrainerState) -> str:
     """Return a fault if a checkpoint is of another run, or of another step than its folder's name says.
 
-    If neither is the case, the result is "". state: from the checkpoint in ``folder``.
+    If neither is the case, the result is "". state: state in the checkpoint of ``folder``.
     """
     if of_two_runs(state.run, run.identity):
         return "it is a checkpoint of another run"

@@ -195,7 +195,7 @@ class RunDir:
     def open(cls, path: Path) -> RunDir:
         """Open the directory of an existing run. Sets the process's umask to 077.
 
-        Raises ConfigError if ``path`` is no run directory or has another FORMAT.
+        Raises ConfigError if ``path`` is not a run directory or has another FORMAT.
         """
         run = cls(path.absolute())
         if not run.config_file.is_file():

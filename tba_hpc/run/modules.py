@@ -158,7 +158,7 @@ def _files(path: Path, folder: Path) -> Iterator[Path]:
     for node in _nodes(path):
         words = _words(node)
         hidden = any(part.startswith(".") for part in Path(words).parts)
-        with suppress(OSError, ValueError):  # most strings are no paths, and some are too long for one
+        with suppress(OSError, ValueError):  # most strings are not paths, and some are too long for one
             file = folder / words
             if not (hidden or Path(words).is_absolute()) and file.is_file() and os.access(file, os.R_OK):
                 yield file

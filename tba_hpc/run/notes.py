@@ -66,7 +66,7 @@ def write_note(run: RunDir, role: Role, index: int, sentence: str, kind: Kind) -
     """Write a note with the reason why a rank failed, a ``sentence`` that the launcher shows to the user.
 
     kind: after ``refused`` the launcher does not start the ranks again. If the note cannot be written, it is
-    printed on stderr. No error is raised, so that the rank's exit status remains.
+    printed to stderr. No error is raised, so that the rank's exit status remains.
     """
     try:
         write_atomic(run.attempt / f"{kind}-{rank_name(role, index)}.txt", sentence.strip() + "\n")

@@ -249,7 +249,7 @@ def _same_rounded(given: list[str], gold: list[str]) -> bool:
 
 
 def _near(text: str, decimal: str) -> bool:
-    """Return whether a value rounds to ``decimal``. If that is no decimal number, both must be equal."""
+    """Return whether a value rounds to ``decimal``. If that is not a decimal number, both must be equal."""
     number = re.fullmatch(r"-?\d*\.?(\d*)", decimal)
     if not number:
         return _same(text, decimal)

@@ -16,13 +16,13 @@ from multiprocessing.pool import Pool
 log = logging.getLogger(__name__)
 
 STEP_SECONDS = 3
-"""Time limit of a comparison within the worker, s."""
+"""Time limit of a comparison within the worker, in seconds."""
 
 DEADLINE_SECONDS = 30.0
-"""Longest wait for the result of a worker that has started, s. After it, the answer counts as wrong."""
+"""Seconds to wait for the result of a worker that has started. After them, the answer counts as wrong."""
 
 START_SECONDS = 300.0
-"""Longest wait for a worker to start, s."""
+"""Longest wait for a worker to start, in seconds."""
 
 WORKER_BYTES = 8 << 30
 """Limit on the worker's address space, bytes."""

@@ -33,10 +33,10 @@ RETRIES = 3
 """Number of retries after a judge was busy, unreachable or silent."""
 
 FIRST_PAUSE = 0.5
-"""Pause before the first retry, s. It doubles each time, up to LONGEST_PAUSE."""
+"""Pause before the first retry, in seconds. It doubles each time, up to LONGEST_PAUSE."""
 
 LONGEST_PAUSE = 30.0
-"""Longest pause before a retry, s."""
+"""Longest pause before a retry, in seconds."""
 
 BUSY = frozenset({408, 425, 429, *range(500, 600)})
 """Status codes after which a request is tried again."""
@@ -51,7 +51,7 @@ REFUSALS = WRONG_KEY | {301, 302, 303, 307, 308, 404, 405}
 """Status codes that show a wrong key or a wrong address."""
 
 TRIAL_SECONDS = 5.0
-"""Longest wait for the reply to the trial request before a run, s."""
+"""Longest wait for the reply to the trial request before a run, in seconds."""
 
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 

@@ -44,7 +44,7 @@ OPEN_FILES = 64
 """Largest number of files that a program may have open."""
 
 START_SECONDS = 60.0
-"""Longest wait for the process of a program to be created, s."""
+"""Longest wait for the process of a program to be created, in seconds."""
 
 QUOTED = 200
 """Largest number of characters of a program's last line that an error quotes."""

@@ -34,7 +34,7 @@ from tba_hpc.tasks.program import Program
 log = logging.getLogger(__name__)
 
 TRIAL_SECONDS = 10.0
-"""Longest wait for the trial call of a function at the start of a run, s."""
+"""Longest wait for the trial call of a function at the start of a run, in seconds."""
 
 TRIAL_COMPLETIONS = 8
 """Largest number of empty completions in a trial call. Each may cost a request to a judge."""
@@ -43,7 +43,7 @@ SEQUENCES = (str, list)
 """Types of fields that a function can mistake for a list with an item per completion."""
 
 NO_LISTS = (str, bytes, Mapping, Set)
-"""Types that can be iterated, but that are no list with a number per completion."""
+"""Types that can be iterated, but are not lists with a number per completion."""
 
 ONE_ROW = (
     "the argument completions is a list of texts, and any other argument is the row's one value, not a list "

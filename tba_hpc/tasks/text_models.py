@@ -61,8 +61,8 @@ class TextModel(ABC):
     def read(self, texts: Sequence[str]) -> Tensor:
         """Return the model's output for each text, float32 [N, …], on the CPU.
 
-        A text that is too long for the model loses its beginning. Several threads may call this. They wait
-        for each other, because a tokenizer is not thread-safe.
+        A text that is too long for the model is truncated at its beginning. Several threads may call this.
+        They wait for each other, because a tokenizer is not thread-safe.
         """
         with self._turn:
             if torch.cuda.is_available():
@@ -97,7 +97,7 @@ class TextModel(ABC):
         A decoder's score is read at the last token that is not padding. If the model's config pads with the
         EOS token, a text's own EOS counts as padding, too: the score is read before it, as in training. If
         only the tokenizer pads with the EOS token, the score was read at the EOS in training. The result is
-        then None, so that the EOS is no padding.
+        then None, so that the EOS is not padding.
         """
         own, end = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
         if own is not None and own != end:

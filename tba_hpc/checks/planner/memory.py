@@ -47,7 +47,7 @@ Items = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Sizes on which the memory of the ranks depends: of models, prompts and completions.
+    """Sizes of models, prompts and completions, on which the memory of the ranks depends.
 
     adapter: number of weights of the LoRA adapter, 0 for none. readers: models that read whole texts, by the
     task option that names them (READERS). victim: model that the red-teaming task attacks, or None. embedder:
@@ -232,6 +232,6 @@ def _scoring_bytes(work: Workload, tokens: float) -> float:
 
 
 def _reader_bytes(shape: Shape, batch: int) -> float:
-    """Return the bytes of a model that reads ``batch`` texts of 512 tokens, in the dtype of its files."""
+    """Return the bytes that a model in its files' dtype needs to read ``batch`` texts of 512 tokens."""
     working = batch * 512 * (6 * shape.hidden + 3 * shape.inner)
     return shape.disk_bytes * (shape.parameters + working)

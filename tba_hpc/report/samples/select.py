@@ -1,4 +1,4 @@
-"""Finds trajectories in the shards of a run: by reward, age, prompt, version, or a word in the text.
+"""Finds trajectories in the shards of a run by reward, age, prompt, version, or a word in the text.
 
 Sealed shards never change, so running and crashed runs are read like finished ones. Shards are read one after
 the other and only the best matches are kept, so a run may be larger than memory.
