@@ -102,7 +102,9 @@ def test_answers_to_the_same_prompts_are_compared_in_pairs(
     )
     assert values(compared)["runs"][compared[1].name]["paired"] is paired
     print_comparison(compared)
-    assert ("+25.0 points" in (text_ := capsys.readouterr().out)) and (", paired" in text_) is paired
+    assert "+25.0 points" in capsys.readouterr().out
+    (difference_row,) = (row for row in score_rows(compared) if "minus" in row["figure"])
+    assert difference_row[compared[1].name].endswith(", paired, 1 of 4 differ") is paired
 
 
 @pytest.mark.parametrize(("unjudged", "paired"), [(0, True), (1, False)])
@@ -120,7 +122,7 @@ def test_graded_runs_are_compared_in_pairs_only_if_every_answer_has_a_reward(
             sums = {"rewards": sum(results.values()), "squares": sum(one**2 for one in results.values())}
             part = Evaluation(split="test", step=at, results=results, **counts, **sums)  # type: ignore[arg-type]
             write_evaluation(run, 0, 1, part)
-    assert compare([run.path for run in runs])[1].paired is paired
+    assert compare([run.path for run in runs])[1].gaps == ([0.0] * 4 if paired else [])
 
 
 def test_only_what_differs_is_told_but_names_and_places(runs: list[RunDir]) -> None:

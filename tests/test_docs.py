@@ -1,6 +1,7 @@
 """The documents: what is made from the code is as the code is, and what they name is there."""
 
 import ast
+import json
 import re
 import shlex
 import subprocess
@@ -17,6 +18,8 @@ from typer.core import TyperGroup
 
 from tba_hpc.checks.config_checks import check_unused
 from tba_hpc.checks.facts import Facts
+from tba_hpc.checks.planner.estimate import estimate
+from tba_hpc.checks.planner.hardware import GPUS
 from tba_hpc.cli import app
 from tba_hpc.config import Config, Section, parse_config
 from tba_hpc.config.loading import elsewhere
@@ -144,8 +147,24 @@ def test_the_script_that_is_carried_over_is_a_config_without_bias() -> None:
     assert parse_config({**script, **yaml.safe_load(in_turns)}).on_policy
 
 
+def test_what_is_carried_over_to_one_gpu_takes_the_memory_that_the_page_names(tmp_path: Path) -> None:
+    """The shape is that of Qwen2.5-0.5B."""
+    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14}
+    sizes |= {"num_hidden_layers": 24, "num_key_value_heads": 2, "vocab_size": 151_936}
+    shape = {"model_type": "qwen2", "tie_word_embeddings": True, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    script, sections, *_ = _carried_over()
+    script["model"]["path"] = str(tmp_path)
+    shared = {**script, **{name: {**script[name], **more} for name, more in sections.items()}}
+    page = (REPOSITORY / "docs/coming-from.md").read_text()
+    named = [float(size) for size in re.findall(r"([\d.]+) GiB (?:of 24|with)", page)]
+    for size, changes in zip(named, ([], ["model.lora={}"]), strict=True):
+        found = estimate(parse_config(shared, changes), GPUS["rtx4090-24"], gpus=1)
+        assert not found.problems and found.devices[0].bytes / 2**30 == pytest.approx(size, abs=0.05)
+
+
 def test_dr_grpo_that_is_carried_over_is_on_policy_and_uses_all_that_it_samples() -> None:
-    script, sections, _ = _carried_over()
+    script, _, sections, _ = _carried_over()
     config = parse_config({**script, **sections})
     assert config.on_policy and (config.train.objective.name, config.train.normaliser) == (
         "dr_grpo",
@@ -155,7 +174,7 @@ def test_dr_grpo_that_is_carried_over_is_on_policy_and_uses_all_that_it_samples(
 
 
 def test_trajectory_balance_that_is_carried_over_samples_more_than_it_draws_and_bounds_the_age() -> None:
-    script, _, sections = _carried_over()
+    script, _, _, sections = _carried_over()
     del script["buffer"]  # as the page says
     config = parse_config({**script, **sections})
     assert config.train.objective.name == "trajectory_balance" and config.exchange.max_staleness == 20

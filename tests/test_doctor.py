@@ -889,6 +889,8 @@ def test_a_model_is_found_in_its_folder_or_in_the_cache_of_the_hub(tmp_path: Pat
     _says(check("org/small", offline), "ok", f"0.01 GB in {snapshot}")
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         _says(check("org/small", {variable: str(tmp_path / "hub")}), "ok", str(snapshot))
+    _says(check(str(snapshot), {}), "problem", "has no tokenizer")
+    (snapshot / "tokenizer.json").write_text("{}")
     _says(check(str(snapshot), {}), "ok", str(snapshot))
     _says(check("org/large", offline), "warning", "HF_HUB_OFFLINE=1", "tba fetch CONFIG")
     _says(check("org/large", {}), "ok", "the run downloads it")

@@ -15,7 +15,9 @@ from tiny_models import make_tokenizer
 
 import tba_hpc
 from tba_hpc.config import ConfigError
+from tba_hpc.core.ports import MEAN_REWARD
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import Evaluation, write_evaluation
 
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "run-as-tables.ipynb"
 
@@ -48,6 +50,17 @@ def test_evaluations_have_wilsons_intervals(run: RunDir) -> None:
     assert evaluations["score"].to_dict() == {("test", 0): 0.41, ("test", 10): 0.85, ("validation", 5): 0.6}
     after = evaluations.loc[("test", 10)]
     assert (after.low, after.high) == pytest.approx((0.7672, 0.9069), abs=1e-4)
+
+
+def test_graded_evaluations_have_the_mean_reward_as_their_score(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    counts = {"correct": 0, "total": 4, "tokens": 9, "truncated": 0, "graded": 4}
+    part = Evaluation(split="test", step=10, score_name=MEAN_REWARD, rewards=2.0, squares=1.5, **counts)
+    write_evaluation(run, 0, 1, part)
+    (found,) = tba_hpc.read(run.path).evaluations.to_dict("records")
+    assert (found["score"], found["reward"]) == (0.5, 0.5)
+    assert found["high"] - found["low"] == pytest.approx(2 * 1.96 * (0.5 / 3) ** 0.5 / 2, rel=1e-4)
+    assert found["correct"] is None and found["ended_score"] is None
 
 
 def test_samples_are_all_there_in_the_order_of_their_weights(run: RunDir) -> None:

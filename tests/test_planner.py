@@ -394,7 +394,7 @@ def test_advice_never_shrinks_a_cache_that_is_too_small() -> None:
 def test_ranks_that_share_gpus_are_given_gpus_not_more_ranks() -> None:
     config = _qwen7b("train.tokens_per_micro_batch=3072", OFFLOAD)
     more, trainer, _ = advice(config, estimate(config, GPUS["a100-40"], gpus=1))
-    assert more == "no GPU holds more than one rank with --gpus 8", "four trainers and four searchers"
+    assert more == "with --gpus 8 each rank would have a GPU of its own", "four trainers and four searchers"
     assert trainer == "a trainer takes less with model.lora"
     alone = _qwen7b("launch.trainers=1", "train.zero_stage=2")
     assert "launch.trainers" not in " ".join(advice(alone, estimate(alone, GPUS["a100-40"], gpus=2)))

@@ -88,6 +88,7 @@ STARTED = ("allocated", "start")
         (queue("FAILED"), (), False, "gone", "job 7 failed without a word: do its nodes see /", "--nodes N"),
         (queue("RUNNING"), ("allocated",), False, "starting", "checking which nodes", ""),
         (queue("RUNNING"), ("allocated", "unreachable"), False, "starting", "checking which nodes", ""),
+        (queue("RUNNING"), ("allocated", "unhealthy"), False, "starting", "checking which nodes", ""),
         (queue("RUNNING"), STARTED, False, "starting", "starting ranks", ""),
         (queue("RUNNING", "RUNNING"), STARTED, True, "training", "training", ""),
         (queue("UNKNOWN"), STARTED, True, "training", "training", ""),
@@ -277,6 +278,20 @@ def test_a_lack_of_space_is_said_with_the_end_of_the_wait_until_a_checkpoint_is_
     assert "space" not in run_state(look(run)).words, "that was the attempt before"
     write(run.metrics_file("trainer"), [{"time": time.time() + 2, "event": "resumed", "step": 2}])
     assert "postponed" not in facts(look(run), run_state(look(run)))
+
+
+def test_an_extended_run_shows_its_newest_evaluation_and_older_scores_with_their_step(run: RunDir) -> None:
+    """The first end was at step 4; answers have 18 tokens in each evaluation."""
+    for at, ref_logprob in ((0, -9.0), (4, -4.5)):
+        evaluate(run, "test", at, (20, 21), ref_logprob=ref_logprob)
+    evaluate(run, "validation", 6, (30, 30), ref_logprob=-1.8)
+    write(run.metrics_file("trainer"), [step(8, time.time())])
+    shown = cells(look(run))
+    assert shown["validation win rate"] == "60.0 % (step 6)" and shown["test"] == "41.0 % → 41.0 % (step 4)"
+    assert shown["perplexity"] == "1.221"  # exp(2 · 1.8 / 18)
+    evaluate(run, "test", 8, (40, 40), ref_logprob=-0.9)
+    shown = cells(look(run))
+    assert (shown["test"], shown["perplexity"]) == ("41.0 % → 80.0 %", "1.105")
 
 
 # --- What is folded from growing files ---

@@ -15,6 +15,7 @@ from pathlib import Path
 from tba_hpc.checks.facts import Facts, Finding, Level, login_python, ok, problem, warning
 from tba_hpc.config import is_local
 from tba_hpc.core.hub_files import find_file, hub_cache, is_offline
+from tba_hpc.core.model_files import absent
 from tba_hpc.core.own_code import is_own
 from tba_hpc.core.system_libraries import REMEDIES, missing_library
 from tba_hpc.core.wording import size
@@ -131,10 +132,12 @@ def check_model(facts: Facts) -> Iterator[Finding]:
     name, environment = facts.model, facts.environment
     if name is None:
         return
-    if config := find_file(name, "config.json", environment):
+    config = find_file(name, "config.json", environment)
+    part = absent(Path(name)) if Path(name).is_dir() else None
+    if config and not part:
         yield ok("model", f"{name}: {model_bytes(name, environment) / 1e9:.2f} GB in {config.parent}")
-    elif is_local(name):
-        how = "has no config.json" if Path(name).is_dir() else "does not exist here"
+    elif part or is_local(name):
+        how = f"has no {part}" if part else "does not exist here"
         remedy = "give a folder with a model, which all nodes see, or make it: the config may say how"
         yield problem("model", f"model.path={name} {how}", remedy)
     elif is_offline(environment):

@@ -27,8 +27,8 @@ OF_REFERENCE = ("perplexity before", "perplexity after", "KL")
 """Figures that can only be compared between runs with the same reference."""
 
 DIFFERENCES = (
-    'those of differences are called "paired" if both runs answered the same prompts; others treat the '
-    "prompts of two runs as independent"
+    'those of differences are called "paired" if both runs answered the same prompts, with the number of '
+    "prompts whose scores differ; others treat the prompts of two runs as independent"
 )
 """Remark on the intervals of differences."""
 
@@ -41,15 +41,16 @@ class Compared:
     """One of the runs that are compared.
 
     gain: final score of this run minus that of the first run. It is None for the first run, if a score is
-    missing, or if the scores do not measure the same thing. paired: whether its interval is of differences
-    prompt by prompt; otherwise it treats the prompts of the two runs as independent.
+    missing, or if the scores do not measure the same thing. gaps: the same difference for each prompt, from
+    which the interval of ``gain`` is computed. Empty if the two did not answer the same prompts; the interval
+    then treats their prompts as independent.
     """
 
     name: str
     data: RunData
     summary: Summary
     gain: Estimate | None
-    paired: bool = False
+    gaps: Sequence[float] = ()
 
 
 def compare(paths: Sequence[Path]) -> list[Compared]:
@@ -70,7 +71,7 @@ def compare(paths: Sequence[Path]) -> list[Compared]:
                 if gaps
                 else difference(after, first.summary.score_after)
             )
-        found.append(Compared(name, data, summary, gain, bool(gaps)))
+        found.append(Compared(name, data, summary, gain, gaps))
     return found
 
 
@@ -166,7 +167,8 @@ def _difference(run: Compared) -> str:
         text = f"{found.value:+.3f} ({found.low:+.3f} … {found.high:+.3f})"
     else:
         text = f"{100 * found.value:+.1f} points ({100 * found.low:+.1f} … {100 * found.high:+.1f})"
-    return text.replace("-", "−") + (", paired" if run.paired else "")
+    unequal = f", paired, {sum(gap != 0 for gap in run.gaps)} of {len(run.gaps)} differ"
+    return text.replace("-", "−") + (unequal if run.gaps else "")
 
 
 def print_comparison(runs: Sequence[Compared], *, as_json: bool = False) -> None:
@@ -188,7 +190,7 @@ def values(runs: Sequence[Compared]) -> dict[str, Any]:
     for run in runs:
         scores = {"before": run.summary.score_before, "after": run.summary.score_after, "gain": run.gain}
         known = {name: asdict(found) if found else None for name, found in scores.items()}
-        each[run.name] = {**known, "paired": run.paired, "summary": asdict(run.summary)}
+        each[run.name] = {**known, "paired": bool(run.gaps), "summary": asdict(run.summary)}
     return {"config": config_rows(runs), "runs": each}
 
 

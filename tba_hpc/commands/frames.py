@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_hpc.config import Config
-from tba_hpc.report.data import read_evaluations
-from tba_hpc.report.estimates import wilson
+from tba_hpc.report.data import RunData
 from tba_hpc.report.samples.select import Query, run_decoder, select
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.history import History
@@ -66,17 +65,21 @@ class RunFrames:
     def evaluations(self) -> DataFrame:
         """One row per complete evaluation: split, step, score with its 95 % interval, perplexity, counts.
 
-        low, high: ends of the interval. reward: mean over the answers that have a reward. ended_score: share
-        of answers that are correct and not cut off by a limit. Other columns: see ``Evaluation``.
+        score: the run's score, see ``RunData.score_name``. low, high: ends of its interval. reward: mean over
+        the answers that have a reward. correct: number of correct answers. ended_score: share of answers that
+        are correct and not cut off by a limit. The last two are missing if the task calls no answer correct.
+        Other columns: see ``Evaluation``.
         """
-        counts = ["perplexity", "ended_score", "correct", "total", "tokens", "truncated"]
-        names = ["split", "step", "score", "low", "high", "reward", *counts]
-        rows = []
-        for found in read_evaluations(self.run).values():
-            score = wilson(found.correct, found.total)
+        counts, of_correct = ["perplexity", "total", "tokens", "truncated"], ["ended_score", "correct"]
+        names = ["split", "step", "score", "low", "high", "reward", *of_correct, *counts]
+        rows, data = [], RunData.read(self.run)
+        for found in data.evaluations.values():
+            score = data.score(found)
             reward = found.rewards / found.graded if found.graded else None
             known = (found.split, found.step, score.value, score.low, score.high, reward)
-            rows.append(dict(zip(names, (*known, *(getattr(found, name) for name in counts)), strict=True)))
+            right = (getattr(found, name) if found.tells_correct else None for name in of_correct)
+            more = (getattr(found, name) for name in counts)
+            rows.append(dict(zip(names, (*known, *right, *more), strict=True)))
         return _frame(rows, names).sort_values(["split", "step"], ignore_index=True)
 
     @cached_property

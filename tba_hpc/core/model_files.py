@@ -14,6 +14,13 @@ POINTER = b"version https://git-lfs.github.com/spec/"
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 """Files that list the parts of a model's weights."""
 
+PARTS = {
+    "config.json": ("config.json",),
+    "weights (*.safetensors or *.bin)": ("*.safetensors", "*.bin"),
+    "tokenizer": ("tokenizer*", "vocab*", "*.model"),
+}
+"""Parts of a model's folder, with the patterns of files of which one must be there."""
+
 CHECKED = (".safetensors", ".bin", ".json", ".model")
 """Suffixes of the files that ``fault`` checks."""
 
@@ -27,6 +34,11 @@ def lacking(folder: Path) -> list[str]:
         for part in sorted(set(json.loads((folder / index).read_text("utf-8"))["weight_map"].values()))
         if not (folder / part).is_file()
     ]
+
+
+def absent(folder: Path) -> str | None:
+    """Return the name of a part of PARTS of which a model's folder has no file; None if it has all."""
+    return next((part for part, names in PARTS.items() if not any(map(any, map(folder.glob, names)))), None)
 
 
 def layer_names(folder: Path) -> set[str]:

@@ -107,7 +107,7 @@ class RunMonitor(RunData):
     @property
     def last_event(self) -> str:
         """Last event of a launcher or batch script that changed the run's state; empty before the first."""
-        asides = {"unreachable", "hung", "orphan"}
+        asides = {"unreachable", "unhealthy", "hung", "orphan"}
         kinds = (str(event["event"]) for event in reversed(self.events))
         return next((kind for kind in kinds if kind not in asides), "")
 

@@ -58,12 +58,12 @@ def cells(monitor: RunMonitor) -> dict[str, str]:
     """
     latest, trends = monitor.trainer.latest, monitor.trends
     validation, test = monitor.evaluated("validation"), monitor.evaluated("test")
+    newest = sorted([*validation, *test], key=lambda found: found.step)[-1:]
     return {
-        monitor.score_name: _scores(monitor, validation[-1:]),
-        "test" if test[1:] else "test before": _scores(monitor, test[:1] + test[1:][-1:])
-        + (f" (step {test[-1].step})" if test[1:] and test[-1].step < monitor.step else ""),
-        **_right_and_ended([*test[:1], *validation, *test[1:]][-1:]),
-        "perplexity": _perplexity(monitor.config, [*test[:1], *validation, *test[1:]]),
+        f"validation {monitor.score_name}": _scores(monitor, validation[-1:]),
+        "test" if test[1:] else "test before": _scores(monitor, test[:1] + test[1:][-1:]),
+        **_right_and_ended(newest),
+        "perplexity": _perplexity(monitor.config, newest),
         "reward": _show(trends.latest("search/reward"), "{:.3f}"),
         "KL": _show(trends.latest("search/kl"), "{:.2f}"),
         "entropy": _show(trends.latest("search/entropy"), "{:.3f}"),
@@ -76,7 +76,9 @@ def cells(monitor: RunMonitor) -> dict[str, str]:
 
 
 def _scores(data: RunData, evaluations: Sequence[Evaluation]) -> str:
-    return " → ".join(data.show(data.score(evaluation).value) for evaluation in evaluations) or NOTHING
+    """Format scores, oldest first, with the step of the last one if the run has trained on since."""
+    scores = " → ".join(data.show(data.score(evaluation).value) for evaluation in evaluations) or NOTHING
+    return scores + "".join(f" (step {last.step})" for last in evaluations[-1:] if 0 < last.step < data.step)
 
 
 def _right_and_ended(last: Sequence[Evaluation]) -> dict[str, str]:
@@ -89,12 +91,15 @@ def _right_and_ended(last: Sequence[Evaluation]) -> dict[str, str]:
     return {RIGHT_AND_ENDED: percent(last[0].ended_score)} if told else {}
 
 
-def _perplexity(config: Config, evaluations: Sequence[Evaluation]) -> str:
-    """Format the last evaluation's perplexity, with the name of its reference if the reference changes."""
-    text = _show(evaluations[-1].perplexity if evaluations else None, "{:.3f}")
+def _perplexity(config: Config, last: Sequence[Evaluation]) -> str:
+    """Format the perplexity of the newest evaluation, with the name of its reference if that changes.
+
+    last: the newest evaluation, or none.
+    """
+    text = _show(last[-1].perplexity if last else None, "{:.3f}")
     if text == NOTHING or config.train.reference.name != "reset":
         return text
-    return f"{text} under {policy_name(reference_of(config.train, evaluations[-1]))}"
+    return f"{text} under {policy_name(reference_of(config.train, last[-1]))}"
 
 
 def _show(value: float | None, style: str) -> str:

@@ -25,7 +25,7 @@ def advice(config: Config, found: Estimate) -> Iterator[str]:
     short = {rank for device in found.devices if device.lacks == "memory" for rank in device.ranks}
     if short and _share_gpus(found):
         most = sum(device.count * len(device.ranks) for device in found.devices)
-        yield f"no GPU holds more than one rank with --gpus {most}"
+        yield f"with --gpus {most} each rank would have a GPU of its own"
     if TRAINER in short:
         yield from _sentence("a trainer takes less with", _smaller_trainer(config, found))
     if SEARCHER in short:
@@ -70,7 +70,7 @@ def _smaller_searcher(config: Config, found: Estimate) -> Choices:
     return (
         ("reference" in found.items[SEARCHER], "train.reference.scored_by=trainer"),
         (spare, LESS_CACHE[sized]),
-        (sized or not spare, MORE_GPUS),
+        ((sized or not spare) and not _share_gpus(found), MORE_GPUS),
     )
 
 
@@ -79,6 +79,6 @@ def _larger_cache(config: Config, found: Estimate) -> Choices:
     return (
         (True, MORE_CACHE[sized]),
         (not sized and "reference" in found.items[SEARCHER], "that and train.reference.scored_by=trainer"),
-        (True, MORE_GPUS),
+        (not _share_gpus(found), MORE_GPUS),
         (True, "a smaller model.context_length"),
     )
