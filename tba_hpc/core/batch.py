@@ -127,7 +127,7 @@ def _packed(
     deal: Callable[[np.ndarray, int], list[np.ndarray]],
     fit: Callable[[np.ndarray], bool],
 ) -> list[list[np.ndarray]]:
-    """Divide each rank's groups into the fewest sets that fit, equally many on all ranks.
+    """Divide each rank's groups into as few sets as fit, equally many on all ranks; return them by rank.
 
     shares: indices of each rank's groups. deal: function that divides groups into a given number of sets.
     fit: function that returns whether a set is small enough.
@@ -144,9 +144,9 @@ def _dealt(
 ) -> list[np.ndarray]:
     """Divide groups into ``number`` sets with about equally many tokens; return the indices in each set.
 
-    tokens_B: tokens of every group of the batch. groups: indices of the groups to divide, largest group
-    first. Each goes to the set that has the fewest tokens. most: number of groups at which a set is full;
-    None: never.
+    tokens_B: number of tokens of every group of the batch. groups: indices of the groups to divide, largest
+    group first. Each group goes to the set that has the fewest tokens. most: number of groups at which a set
+    is full; None: a set is never full.
     """
     sets: list[list[int]] = [[] for _ in range(number)]
     load = np.zeros(number)
@@ -168,9 +168,10 @@ def _require_room(batch: TrajectoryBatch, budget: int) -> None:
 
 
 def _filled(pieces: Sequence[np.ndarray], fits: Callable[[np.ndarray], bool]) -> list[list[np.ndarray]]:
-    """Add each piece to the last micro-batch, or to a new one if it does not fit; return each one's pieces.
+    """Put pieces, in order, into as few micro-batches as they fill; return the pieces of each micro-batch.
 
-    A piece is an array of indices of rows of the batch.
+    A piece is an array of indices of rows of the batch. It goes to the last micro-batch, or to a new one if
+    it does not fit there.
     """
     filled: list[list[np.ndarray]] = []
     for piece in pieces:
@@ -182,9 +183,10 @@ def _filled(pieces: Sequence[np.ndarray], fits: Callable[[np.ndarray], bool]) ->
 
 
 def _alike(filled_of_ranks: Sequence[list[list[np.ndarray]]]) -> Sequence[list[list[np.ndarray]]]:
-    """Halve micro-batches until every rank has as many as the rank with most; return them by rank.
+    """Halve micro-batches until all ranks have equally many; return each rank's micro-batches.
 
-    The micro-batch with most pieces is halved first; see ``_filled``.
+    filled_of_ranks: for each rank the result of ``_filled``. A rank halves its micro-batch with the most
+    pieces, until it has as many micro-batches as the rank that had the most.
     """
     number = max(len(filled) for filled in filled_of_ranks)
     for filled in filled_of_ranks:

@@ -63,9 +63,9 @@ class ReplayBuffer:
     live + duplicates + evicted.
 
     queue: whether batches take the oldest trajectories first. value_beta: β of the ``soft_values`` that a
-    merge stores; None: it stores 0. embed: computes embeddings to find duplicates; given if and only if
-    ``config.embedding_model`` is set. duplicates, evicted: totals so far. replay_ratio: mean number of times
-    that the last batch's trajectories have been used, this batch included; 1 if all of them were new.
+    merge stores; None: it stores 0. embed: function that computes embeddings to find duplicates; given if and
+    only if ``config.embedding_model`` is set. duplicates, evicted: totals so far. replay_ratio: mean number
+    of times that the last batch's trajectories have been used, this batch included; 1 if all were new.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ReplayBuffer:
 
     @property
     def unlearned(self) -> int:
-        """Number of requests whose live trajectories were in no batch so far. Looks at all of them."""
+        """Number of requests none of whose live trajectories was in a batch yet. Scans the whole buffer."""
         record = self._store.record()
         used = record["request_id"][record["uses"] > 0]
         return self.requests - len(np.unique(used))
@@ -252,8 +252,8 @@ class ReplayBuffer:
     def evict_used_up(self, group_size: int) -> int:
         """Evict trajectories from which ``replay_limit`` steps have learned; return how many were evicted.
 
-        If fewer than ``group_size`` of a prompt would remain, these are evicted, too: a group would have to
-        repeat them, which teaches little. The time it takes depends only on the batches since the last call.
+        If a prompt would keep fewer than ``group_size`` trajectories, these are evicted, too: a group would
+        have to repeat them, which teaches little. A call takes time only for the batches since the last one.
         """
         used_up = [number for number in self._used_up if number in self._store.groups]
         self._used_up.clear()
@@ -286,9 +286,10 @@ class ReplayBuffer:
     ) -> TrajectoryBatch:
         """Sample a batch of B = ``groups`` groups of K = ``group_size`` trajectories.
 
-        ``replay_sampler.Sampler.sample`` says which. Randomness depends only on (seed, step). A batch counts
-        as one use of a trajectory, even if it holds the trajectory several times. reference: computes log
-        π_ref for groups that lack it; the buffer stores the result. The buffer must not be empty.
+        ``replay_sampler.Sampler.sample`` says how they are chosen. Randomness depends only on (seed, step). A
+        batch counts as one use of a trajectory, even if it holds the trajectory several times. reference:
+        function that computes log π_ref for groups that lack it; the buffer stores the result. The buffer
+        must not be empty.
         """
         assert self.prompts, "the buffer is filled before it is sampled"
         rows = self._sampler.sample(step, groups=groups, group_size=group_size)

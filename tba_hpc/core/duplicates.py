@@ -37,7 +37,8 @@ class Duplicates:
     def possible(self, live: Mapping[int, int], keys: Sequence[int]) -> bool:
         """Return whether new completions may be duplicates of each other or of live ones.
 
-        live: its keys are those of the prompt's live completions. keys: those of the new completions.
+        live: mapping whose keys are the keys of the prompt's live completions; its values are not used. keys:
+        keys of the new completions.
         """
         near = isinstance(self._config.duplicates, EditDuplicates | EmbeddingDuplicates)
         return near or len({*keys}) < len(keys) or not live.keys().isdisjoint(keys)
@@ -48,8 +49,8 @@ class Duplicates:
         """Return which of a prompt's M live and N new completions stay, bool [M + N], live ones first.
 
         live, older: keys and groups of the live completions. keys, group: keys and group of the new ones,
-        which are considered in order. A new completion replaces an equal one. It replaces similar
-        ones if its reward is higher than each of theirs; otherwise it does not stay.
+        which are considered in order. A new completion replaces an equal one. It replaces all similar ones if
+        its reward is higher than each of their rewards; otherwise it does not stay.
         """
         place_of = {key: place for place, key in enumerate(live)}
         all_keys, first = [*place_of, *keys], len(place_of)

@@ -54,7 +54,7 @@ class LiveStore:
         return Trajectories.of(self.groups[number])
 
     def groups_of(self, prompt: int) -> dict[int, Trajectories]:
-        """Return the groups of a prompt by number, oldest first."""
+        """Return the groups of a prompt by their numbers, oldest first."""
         return {number: self.group(number) for number in dict.fromkeys(self.live.get(prompt, {}).values())}
 
     def columns(self) -> list[Columns]:
@@ -91,7 +91,7 @@ class LiveStore:
         return number
 
     def count_uses(self, rows: set[Row]) -> dict[int, np.ndarray]:
-        """Count one more use of each of ``rows``; return their new counts, int32, by number of the group."""
+        """Count one more use of each of ``rows``; return the new counts, int32, by the group's number."""
         chosen = dict[int, list[int]]()
         for number, row in rows:
             chosen.setdefault(number, []).append(row)
@@ -105,7 +105,7 @@ class LiveStore:
         return uses
 
     def remove(self, number: int, leaves_K: np.ndarray) -> int:
-        """Remove the trajectories of a group that ``leaves_K``, bool, marks; return how many."""
+        """Remove those trajectories of a group that the mask ``leaves_K``, bool, marks; return how many."""
         gone = leaves_K.nonzero()[0].tolist()
         if not gone:
             return 0

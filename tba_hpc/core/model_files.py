@@ -42,7 +42,7 @@ def absent(folder: Path) -> str | None:
 
 
 def layer_names(folder: Path) -> set[str]:
-    """Return the names of the layers that have weights in a model's safetensors files; empty without any."""
+    """Return the names of layers with weights in a model's safetensors files; empty without such files."""
     with ExitStack() as files:
         opened = [files.enter_context(safe_open(file, "np")) for file in folder.glob("model*.safetensors")]
         return {name.rpartition(".")[0] for file in opened for name in file.keys()}  # noqa: SIM118, no dict
@@ -59,8 +59,8 @@ def fault(folder: Path) -> str | None:
 def unfit(folder: Path) -> str | None:
     """Return why a model's weights cannot be trained, and the remedy, as the end of a sentence, or None.
 
-    They may be quantized. Or the folder may hold an adapter, which transformers would add to the weights,
-    and engines would not.
+    Quantized weights cannot be trained. Nor can a folder that holds an adapter, because transformers would
+    add it to the weights, and engines would not.
     """
     if (folder / "adapter_config.json").is_file():
         return (

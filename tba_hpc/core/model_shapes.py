@@ -29,9 +29,10 @@ GPT2_FIELDS = {
 class Shape:
     """Dimensions of a decoder or a text encoder.
 
-    kind: the model_type of config.json. query, key_value: width of all heads together. inner: hidden width of
-    the MLP, or of one expert. experts_per_token: 1 without experts. layer_weights: number of weights in a
-    layer's linear maps, all experts together. mixture: whether it is a mixture of experts. table: number of
+    kind: the model_type of config.json. query: width of a layer's queries, all heads together. key_value:
+    width of its keys, and of its values. inner: hidden width of the MLP, or of one expert. experts_per_token:
+    number of experts that compute a token; 1 without experts. layer_weights: number of weights in a layer's
+    linear maps, all experts together. mixture: whether the model is a mixture of experts. table: number of
     weights in the embeddings, learned positions included. head: number of weights in the output layer; 0 if
     it uses those of the embeddings. vocabulary: number of tokens; 0 if no logits are computed. disk_bytes:
     bytes per weight in the model's files. gated: whether the MLP has a gate, as in Llama.
@@ -64,7 +65,7 @@ class Shape:
         return self.heads * self.key_value // self.query
 
     def kv_bytes(self, weight_bytes: int) -> int:
-        """Return the bytes of KV cache per token. weight_bytes: bytes per number in it."""
+        """Return the bytes of KV cache per token. weight_bytes: bytes of each number in the cache."""
         return 2 * self.layers * self.key_value * weight_bytes
 
     def without_head(self) -> Shape:

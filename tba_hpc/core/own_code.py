@@ -66,7 +66,7 @@ def _import(key: str, name: str) -> ModuleType:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a user's function; [] for a compiled one without a signature."""
+    """Return the parameters of a user's function; [] if it is compiled and has no signature."""
     try:
         return list(inspect.signature(function).parameters.values())
     except ValueError:
@@ -74,9 +74,9 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def refusal(function: Callable[..., Any], /, *arguments: object, **keywords: object) -> str:
-    """Return why a user's function or class does not take these arguments; empty if it does.
+    """Return why a user's function or class does not take these arguments; empty if it takes them.
 
-    A compiled one without a signature may take any.
+    Empty, too, for a compiled function without a signature, because that might take any arguments.
     """
     try:
         inspect.signature(function).bind(*arguments, **keywords)
@@ -94,7 +94,7 @@ def in_words(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return a phrase with an exception of user code and the line that raised it, if that is known.
+    """Return a phrase with an exception of user code and, if known, the line that raised the exception.
 
     For example: raised KeyError: 'gold' (r.py:7 in reward).
     """
@@ -103,7 +103,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def kind_of(error: BaseException) -> str:
-    """Return an exception's class and the line of user code that raised it; empty if that is not known.
+    """Return an exception's class and the line of user code that raised it; empty if the line is not known.
 
     Exceptions of one kind may differ in their texts, which often quote data.
     """
@@ -139,7 +139,7 @@ def _line(frame: traceback.FrameSummary) -> str:
 
 
 def _refusal(key: str, name: str, error: BaseException) -> ConfigError:
-    """Make a ConfigError that names a line of the module: the last one executed, or that of a SyntaxError."""
+    """Make a ConfigError for a module that cannot be imported, with the line of it that failed."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(f.filename, f.lineno) for f in frames if f.filename.endswith(f"{name.replace('.', '/')}.py")]
     place = (error.filename, error.lineno) if isinstance(error, SyntaxError) else lines[-1] if lines else None

@@ -69,8 +69,8 @@ class Packed:
 
     For each sampled token, int64: before_A is the index into flattened ``tokens`` of the token before it,
     where the model predicts the sampled token. sampled_A is the sampled token, or a row [1 + C] of the
-    sampled token and C other tokens whose log-probabilities at the same position are needed. place_A is its
-    index among the tokens of all completions.
+    sampled token and C other tokens whose log-probabilities at the same position are needed. place_A is the
+    sampled token's index among the tokens of all completions.
     """
 
     tokens: Array
@@ -152,12 +152,12 @@ def _places_in_row(
 ) -> np.ndarray:
     """Return the index of each token in the row, int64 [S].
 
-    Tokens that are a sequence's own follow one another. Those of a shared prompt have the indices that they
-    have in the first sequence with the prompt.
+    The row holds the own tokens of all sequences, one after another. The tokens of a shared prompt belong to
+    the first sequence with the prompt; later sequences have the same indices for them.
 
     own_S: bool, whether a token is its sequence's own. row_S, position_S: int64, each token's sequence, and
-    its position there. first_N: bool, whether a sequence is the first with its prompt. offsets: offsets
-    of the sequences.
+    its position there. first_N: bool, whether a sequence is the first with its prompt. offsets: int64
+    [N + 1], offsets of the sequences among all S tokens.
     """
     place_S = own_S.cumsum() - 1
     lender_N = np.flatnonzero(first_N)[first_N.cumsum() - 1]  # the first sequence with the same prompt
@@ -204,7 +204,7 @@ def _padded(place: Ragged, own: Ragged) -> Padded:
 
 
 def _of_similar_length(length_N: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield sets of indices, longest sequences first; a set's longest is less than twice its shortest."""
+    """Yield sets of indices of sequences, longest first. A set's longest is less than twice its shortest."""
     order_N = np.argsort(-length_N, kind="stable")
     falling_N = length_N[order_N]
     start = 0

@@ -37,8 +37,8 @@ RIGHT_AND_ENDED = "right and ended"
 """Name of a second score, the share of answers that are correct and not truncated."""
 
 IDLE_DEADLINES = 6
-"""Longest pause between two rounds of the exchange, as a multiple of launch.timeout_seconds. After that a
-searcher ends, because its trainer must be gone."""
+"""Longest pause between two rounds of the exchange, as a multiple of launch.timeout_seconds. If a pause is
+longer, a searcher ends, because its trainer must be gone."""
 
 
 class Tokenizer(Protocol):
@@ -131,9 +131,9 @@ class Task(ABC):
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[float]:
         """Return the reward of each completion of one prompt.
 
-        All calls are made in one background thread; a new one takes over if a call exceeds its time limit. A
-        completion whose reward is not finite is left out of training. If this method raises an exception,
-        all completions of the call are left out.
+        All calls are made in one background thread; a new thread takes over if a call exceeds its time limit.
+        A completion whose reward is not finite is left out of training. If this method raises an exception,
+        all completions of the call are left out, but a ConfigError or EngineError ends the run.
         """
 
     @abstractmethod
@@ -144,24 +144,25 @@ class Task(ABC):
         """
 
     def reward_parts(self) -> Mapping[str, Sequence[float]]:
-        """Return what the reward was computed from, by name, for the metrics, such as the terms of a sum.
+        """Return the parts from which rewards were computed, such as the terms of a sum, for the metrics.
 
-        Called right after ``rewards``; each part has one number for each completion of that call.
+        Called right after ``rewards``. The result maps each part's name to one number per completion of that
+        call.
         """
         return {}
 
     def grades(self) -> Sequence[float]:
         """Return the rewards of an evaluation's answers, or () if answers are only right or wrong.
 
-        Called right after ``correct``; there is one reward for each completion of that call. It is NaN if the
-        answer could not be judged: the answer then counts as wrong, and a mean reward leaves it out.
+        Called right after ``correct``; there is one reward for each completion of that call. NaN means that
+        the answer could not be judged: it counts as wrong, and a mean reward leaves it out.
         """
         return ()
 
     def summary(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Return further statistics by name, such as diversity, of an evaluation's completions: ``groups``.
+        """Return further statistics of an evaluation, such as diversity, by name.
 
-        Only ``tba evaluate`` calls this.
+        groups: all completions of the evaluation. Only ``tba evaluate`` calls this.
         """
         return {}
 
@@ -175,7 +176,8 @@ class Task(ABC):
     def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
         """Return a generator of whole conversations, which samples their turns from ``generator``.
 
-        A task without an environment returns ``generator`` itself. tokenizer: used in the caller's thread.
+        A task without an environment returns ``generator`` itself. tokenizer: a tokenizer for conversations,
+        which only the thread that calls this method uses.
         """
         return generator
 
@@ -203,14 +205,15 @@ class Victim(Protocol):
     """A fixed model, other than the policy, that a task queries, such as the target of red-teaming."""
 
     def answers(self, texts: Sequence[str]) -> list[list[str]]:
-        """Return sampled answers to each text, the same number for each. Blocks; any thread may call it.
+        """Return sampled answers to each text, equally many to each. Blocks until all are sampled.
 
-        Raises ConfigError if the model cannot be served, or EngineError if the engine keeps dying.
+        Any thread may call this method. Raises ConfigError if the model cannot be served, or EngineError if
+        the engine keeps dying.
         """
 
 
 class Serve(Protocol):
-    """Function that makes a Victim. Every task whose constructor has an argument ``serve`` is given one."""
+    """Function that makes a Victim. Every task whose constructor has an argument ``serve`` gets it."""
 
     def __call__(
         self, model: ModelSection, generator: GeneratorSection, *, chat: bool, keys: Sequence[str]
@@ -233,8 +236,9 @@ class Generator(Protocol):
     replaced.
 
     Three attributes are optional. nan_groups: number of groups sampled again because a log-probability was
-    NaN. recompute_share: share of all computed tokens that had been computed before, and were lost when
-    weights were loaded. stage: what the engine is doing while it starts; empty once it can sample.
+    NaN. recompute_share: share of all computed tokens that were computed again, because a load of weights
+    discarded their keys and values. stage: what the engine is doing while it starts; empty once it can
+    sample.
     """
 
     @property
@@ -395,8 +399,8 @@ class Backend(Protocol):
     ) -> SharedLearner:
         """Make a trainer rank's learner.
 
-        rank, ranks: its index among the trainer ranks, and their number. store: folder of this attempt; the
-        trainer ranks find each other by its files. folder_of: as for ``reference``.
+        rank, ranks: its index among the trainer ranks, and their number. store: folder of this attempt, in
+        which the trainer ranks find each other through files. folder_of: as for ``reference``.
         """
 
 
@@ -449,7 +453,10 @@ class SearcherExchange(Protocol):
         """Offer a shard, already sealed on disk, to the trainer."""
 
     def poll(self) -> WeightUpdate | None:
-        """Return unseen weights: those to be evaluated, or else the newest; None if there are none."""
+        """Return weights that were not returned before; None if there are none.
+
+        These are the oldest weights that must still be evaluated, or else the newest weights.
+        """
 
     def request_stop(self) -> None:
         """Ask the trainer to stop the run after its present step.

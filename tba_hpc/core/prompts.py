@@ -77,14 +77,14 @@ class CompletedRequests:
         """Yield, without end, the ids ≡ ``place`` (mod ``places``) of requests that are not yet completed.
 
         Ids ascend. A searcher issues the requests of its place. As a rule no other searcher has that place,
-        so no request is issued twice in an attempt. The next searcher with this place issues again what is
-        not completed. So do the searchers after a resume, even if the number of places has changed.
+        so no request is issued twice in an attempt. The next searcher with this place, or after a resume all
+        searchers, even with another number of places, issue again what is not completed.
         """
         return (request_id for request_id in itertools.count(place, places) if request_id not in self)
 
 
 def _bit(request_ids: np.ndarray) -> np.ndarray:
-    """Return a byte, uint8, for each request: the mask of its bit, in the order of ``np.packbits``."""
+    """Return for each request the mask, uint8, of its bit in a byte, in the order of ``np.packbits``."""
     return np.right_shift(np.uint8(128), (request_ids % 8).astype(np.uint8))
 
 
@@ -176,7 +176,7 @@ def refuse_long_prompts(task: Task, config: Config) -> None:
 def refuse_few_prompts(task: Task, config: Config) -> None:
     """Raise ConfigError if the training prompts are too few for the initial buffer or for a step.
 
-    If the buffer is a queue, it must also be large enough to hold every group until it is used.
+    Also raised if the buffer is a queue that is too small to hold every group until it is used.
     """
     prompts, wanted, buffer = len(task.prompts("train")), config.train.prompts_per_step, config.buffer
     room = prompts * buffer.capacity_per_prompt

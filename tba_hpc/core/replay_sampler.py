@@ -124,7 +124,7 @@ class Sampler:
         return (1 - mix) * odds / odds.sum() + mix * uniform
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return the prompts of the draws, among recent ones and among all, as arrays for ``restore``."""
+        """Return the state of both draws of prompts, among recent ones and among all, for ``restore``."""
         return {**self._everyone.arrays("everyone"), **self._recent.arrays("recent")}
 
     def restore(self, arrays: dict[str, np.ndarray], sync: int) -> None:
@@ -179,7 +179,7 @@ class _Draw:
     ) -> int | None:
         """Take a random prompt that is ``useful`` and not ``taken`` out of ``pile``; None if there is none.
 
-        Prompts that are not useful are dropped if they are met.
+        A useless prompt that is picked on the way is dropped. A taken one goes back to the pile.
         """
         passed_over, found = [], None
         while pile and found is None:

@@ -18,9 +18,9 @@ def learning_rate(train: TrainSection, step: int) -> float:
     """Return the learning rate of ``step``.
 
     It rises linearly to the peak: from peak / warmup_steps at step 0 to the peak at step warmup_steps − 1.
-    Then it stays there (schedule constant) or decays: over the steps that ``learning_rate.decay`` names or,
-    if that is not set, over all others. It would reach zero one step after the last of these, so no step has
-    a rate of zero.
+    After that it is constant, or decays from the peak at step a to zero at step b, where (a, b) is
+    ``learning_rate.decay`` or, if that is not set, (warmup_steps, train.steps). Config requires
+    b ≥ train.steps, so no step has a rate of zero.
     """
     config = train.learning_rate
     if step < config.warmup_steps:
@@ -65,11 +65,11 @@ def at(schedule: Schedule, step: int) -> float:
 
 
 def reference(config: TrainSection, step: int) -> int:
-    """Return the optimizer step that made the reference policy which ``step`` uses: 0 for the initial policy.
+    """Return which optimizer step made the reference policy of ``step``; 0 is the initial policy.
 
-    It is BEHAVIOUR for the references ``behaviour`` and ``lagged``, with which searchers record the sampler's
-    own log-probabilities. If the reference is reset every ρ steps (TBA′), steps ρ to 2ρ − 1 use the policy
-    that the first ρ steps made. After the last step, the reference is still that of the last step.
+    The result is BEHAVIOUR for the references ``behaviour`` and ``lagged``, with which searchers record the
+    sampler's own log-probabilities. If the reference is reset every ρ steps (TBA′), steps ρ to 2ρ − 1 use the
+    policy that the first ρ steps made. After the last step, the reference is still that of the last step.
     """
     match config.reference:
         case ResetReference(every=every):

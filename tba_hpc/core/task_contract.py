@@ -128,7 +128,7 @@ def checked_grades(task: Task, total: int) -> Sequence[float | None]:
 def checked_verdicts(
     task: Task, prompts: Sequence[Prompt], completions: Sequence[Completion]
 ) -> list[tuple[bool, float | None]]:
-    """Return whether each completion is correct, and its reward if the task grades it, otherwise None.
+    """Return for each completion whether it is correct, and its reward, which is None without grades.
 
     A completion with a reward that is not finite could not be judged, and counts as wrong. Raises the
     ConfigErrors of ``checked_correct`` and ``checked_grades``.
@@ -139,7 +139,7 @@ def checked_verdicts(
 
 
 def _fault(prompt: object, place: int) -> str | None:
-    """Return what is wrong with the prompt at index ``place`` of its split, and a remedy, or None."""
+    """Return the fault of the prompt at index ``place`` of its split, and a remedy; None without a fault."""
     if not isinstance(prompt, Prompt):
         return f"is a {type(prompt).__name__}: give a tba_hpc.Prompt"
     if not isinstance(prompt.id, int | np.integer) or prompt.id != place:
@@ -169,7 +169,7 @@ def _short(value: object) -> str:
 
 
 def _numbers(values: object, total: int) -> list[float] | None:
-    """Return the values as floats, or None if there are not ``total`` values or one is no number."""
+    """Return the values as floats; None if their number is not ``total`` or if one of them is no number."""
     try:
         items = list(cast(Iterable[float], values))
         texts = any(isinstance(item, str) for item in items)

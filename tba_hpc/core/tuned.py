@@ -47,9 +47,9 @@ def beyond_tuned(config: Config) -> tuple[str, str] | None:
 
 
 def _alike(config: Config) -> dict[str, Config]:
-    """Return similar shipped configs, by name. They have LoRA if ``config`` has LoRA, and otherwise not.
+    """Return the shipped configs with the same model or, without any, with the same task and objective.
 
-    They are those with the same model, or if there is none, those with the same task and objective.
+    All of them train with LoRA if ``config`` does, and otherwise without it. Keys are their names.
     """
     kind = {
         name: other

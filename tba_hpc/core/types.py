@@ -62,7 +62,7 @@ All of them reach the trainer's batches; ``objectives.RecordedGroups.of`` passes
 LIVE_RECORD = np.dtype(
     [
         *RECORD.descr,
-        ("revision", "<i8"),  # revision of the buffer, a count of its changes, that added it
+        ("revision", "<i8"),  # revision (count of the buffer's changes) of the merge that added it
         ("sync", "<i8"),  # version of the last weights that were published before it arrived
         ("uses", "<i4"),  # number of steps that have learned from it
         ("value", "<f4"),  # V̂ of its request (buffer.soft_values); 0 if values are not computed
@@ -201,7 +201,7 @@ class Completion:
     tokens: int32 [T], including the EOS or the whole stop string that ended it. logprobs: float32 [T], under
     the sampling weights and at model.logprob_temperature, whatever the sampling temperature was. They are NaN
     at the environment's tokens, or BEGIN where a further sequence begins; the first token is always sampled.
-    finish_reason: what ended the completion; "turns" is the limit task.options.max_turns. top_logprobs:
+    finish_reason: what ended the completion; "turns" stands for task.options.max_turns. top_logprobs:
     TOP_LOGPROBS [T, C], the C likeliest tokens at each position, meaningless at the environment's tokens;
     None if C is 0.
 
@@ -597,7 +597,7 @@ class Shard:
 
     @property
     def request_ids(self) -> np.ndarray:
-        """Ids of the requests that the shard completes, int64: of its trajectories, then ``set_aside``."""
+        """Ids of all requests that the shard completes, int64: first those of its trajectories."""
         return np.append(self.trajectories.request_ids, np.array(self.set_aside, np.int64))
 
 
@@ -628,7 +628,7 @@ class LoraWeights:
 class WeightLayout:
     """Layout of a policy's tensors in one buffer: names, as in Hugging Face's model, dtypes and byte ranges.
 
-    lora: the adapter, if only its tensors are in the buffer; None if all of the policy's are.
+    lora: the adapter, if the buffer holds only its tensors; None if it holds all of the policy's tensors.
     """
 
     slots: tuple[WeightSlot, ...]
@@ -676,8 +676,8 @@ class Publication:
     version: number of optimizer steps that made the weights. published: time of publication, unix seconds.
     evaluate: split to evaluate with exactly these weights; None: no evaluation. reference: step of the policy
     that is the reference from now on, or BEHAVIOUR. budget_end: id of the first request that searchers may
-    not issue yet; None: no limit. lease_ends: budget_end of each elastic searcher, by its number and that of
-    its lease. final: True for the last weights of the run.
+    not issue yet; None: no limit. lease_ends: budget_end of each elastic searcher, by the numbers of the
+    searcher and of its lease. final: True for the last weights of the run.
     """
 
     version: int
@@ -691,7 +691,8 @@ class Publication:
     def for_lease(self, searcher: int, lease: int) -> Publication:
         """Return this publication with the budget_end of one elastic searcher, from ``lease_ends``.
 
-        searcher, lease: its number and that of its lease. budget_end is 0 if ``lease_ends`` lacks them.
+        searcher, lease: numbers of the searcher and of its lease. If requests are limited and ``lease_ends``
+        lacks this lease, the result's budget_end is 0: the searcher may issue nothing.
         """
         end = None if self.budget_end is None else self.lease_ends.get(searcher, {}).get(lease, 0)
         return replace(self, budget_end=end)

@@ -23,7 +23,7 @@ class WeightFile:
 
     The file needs no name: it exists as long as a process has it open. Each object has its own descriptor,
     which is closed when the object is deleted. generation: counter that the file's owner increases whenever
-    the file gets new memory pages, so that others know that their mapping of the old ones is outdated.
+    the file gets new memory pages; others then know that their mapping still has the old pages.
     """
 
     def __init__(self, descriptor: int, nbytes: int, offset: int = 0) -> None:

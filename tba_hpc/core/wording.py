@@ -1,5 +1,4 @@
-"""Formats numbers and lists for people, makes untrusted text safe for a terminal, and survives lost
-output."""
+"""Formats numbers, lists and untrusted text for people; lets commands go on if their output is lost."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def drop_lost_output() -> None:
 
 @contextmanager
 def without_fail() -> Iterator[None]:
-    """Run a block that shows something; if it raises an exception, only print the error to stderr.
+    """Run a block that shows something to the user. An exception in it is only printed to stderr.
 
     Each error is printed once per process.
     """
@@ -60,7 +59,7 @@ def without_fail() -> Iterator[None]:
 
 @contextmanager
 def though_output_is_lost() -> Iterator[None]:
-    """Run a block; if it cannot write to stdout, redirect stdout to /dev/null and continue after it."""
+    """Run a block. If it cannot write to stdout, redirect stdout to /dev/null and leave the block."""
     try:
         yield
         print(end="", flush=True)
