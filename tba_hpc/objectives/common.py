@@ -197,7 +197,7 @@ if the objective's class in ``config.variants`` says so (``kl_optional``)."""
 def normaliser(groups: Groups, name: LossNormaliser, max_tokens: int) -> Tensor | float:
     """Return the divisor of each completion's loss, [B, K], or one number for all completions.
 
-    name: what to divide by. max_tokens: largest number of tokens of a completion.
+    name: the divisor's name in train.normaliser. max_tokens: token limit of a completion.
     """
     match name:
         case "sum":
@@ -224,8 +224,8 @@ def centred(value_BK: Tensor) -> Tensor:
     """Return each value minus the mean of its group, [B, K], detached.
 
     The result is exactly 0 if all values of a group are equal. Simple subtraction would leave the rounding
-    error of their mean. If it were divided by their spread, another rounding error, the advantage could be
-    of the order of 1.
+    error of the mean. An advantage, which is this error divided by the values' spread, another rounding
+    error, could then be of the order of 1.
     """
     excess_BK = value_BK.detach() - value_BK.detach()[:, :1]
     return excess_BK - group_mean(excess_BK)
@@ -241,10 +241,11 @@ def leave_one_out(value_BK: Tensor) -> Tensor:
 
 
 def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Return PPO's clipped surrogate, to be maximised, and where it is clipped (arXiv 1707.06347, eq. 7).
+    """Return PPO's clipped surrogate, to be maximised, and a mask of where the clip acts.
 
-    The surrogate is min(ρ·A, clip(ρ, 1 − low, 1 + high)·A), where ρ is ``ratio`` and A is ``advantage``. The
-    second result is a bool mask of where the clipped term is the smaller one; there the gradient is 0.
+    The surrogate is min(ρ·A, clip(ρ, 1 − low, 1 + high)·A), where ρ is ``ratio`` and A is ``advantage``
+    (arXiv 1707.06347, eq. 7). The bool mask is True where the clipped term is the smaller one; there the
+    gradient of the surrogate is 0.
     """
     plain = ratio * advantage
     surrogate = torch.minimum(plain, ratio.clamp(1 - low, 1 + high) * advantage)
@@ -274,7 +275,7 @@ def second_moment_mask(log_ratio_BKL: Tensor, advantage_BK1: Tensor, limit: floa
 def token_share(acts_BKL: Tensor, groups: Groups) -> Tensor:
     """Return the share of sampled tokens at which ``acts_BKL`` (bool) is True, as a scalar.
 
-    For a micro-batch, tokens count relative to ``groups.mean_tokens``, that of the whole batch. The mean over
-    micro-batches is therefore the share in the batch.
+    The number of such tokens per completion is divided by ``groups.mean_tokens``, a mean over the whole
+    batch. The mean of the results for its micro-batches is therefore the share in the batch.
     """
     return (acts_BKL & groups.mask_BKL).sum(2).double().mean() / groups.mean_tokens

@@ -127,8 +127,8 @@ def gspo(groups: Groups, beta: float, *, ratio_clip: tuple[float, float]) -> Obj
     """Group sequence policy optimisation (arXiv 2507.18071, eq. 5): one ratio per completion.
 
     The loss of a completion is −min(s·A, clip(s, 1 − low, 1 + high)·A), where (low, high) = ``ratio_clip``. s
-    is the geometric mean of its tokens' π_θ/π_behaviour, and A is that of ``grpo``. There is no KL term, so
-    ``beta`` is not used. Metrics are those of ``grpo``, but clip_share is a share of completions.
+    is the geometric mean of its tokens' π_θ/π_behaviour, and A is the advantage of ``grpo``. There is no KL
+    term, so ``beta`` is not used. Metrics are those of ``grpo``, but clip_share is a share of completions.
     """
     log_ratio_BK = (groups.policy_BKL - groups.behaviour_BKL).sum(2) / groups.tokens_BK
     advantage_BK = _standardised(groups.reward_BK)
@@ -140,8 +140,8 @@ def topr(groups: Groups, beta: float) -> ObjectiveOutput:
     """Tapered off-policy REINFORCE (arXiv 2503.14286, eq. 8): the loss of a completion is −w·A·log π_θ.
 
     A = r − r̄. w is 1 if A ≥ 0, and otherwise the completion's min(1, π_θ/π_behaviour), without gradient. The
-    paper's rewards are ±1, and its baseline is a constant; here it is the mean of the group. There is no KL
-    term, so ``beta`` is not used.
+    paper's rewards are ±1, and its baseline is a constant; here the baseline is the group's mean reward.
+    There is no KL term, so ``beta`` is not used.
 
     Metrics: those of ``rloo``, and clip_share (share of completions with w < 1).
     """

@@ -26,7 +26,8 @@ from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, token_
 from tba_hpc.objectives.score_centering import mean_score
 
 OF_TOKENS = (Unbounded, RatioCap, IcePop, Dppo)
-"""Bounds whose weight of a token depends on that token alone. Others depend on the whole completion."""
+"""Bounds that weight a token by its own values alone. The weights of other bounds depend on all tokens of a
+completion."""
 
 
 def bounded(objective: Objective, bound: RatioBound, *, center_scores: bool = False) -> Objective:
