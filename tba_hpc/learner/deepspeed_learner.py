@@ -107,9 +107,9 @@ class DeepSpeedLearner:
     LoRA only the adapter is trained, published and checkpointed. A method called on the leader (rank 0) makes
     all other ranks, which are inside ``follow``, do the same.
 
-    rank, ranks, store: see TrainerGroup. references: returns the folder of the policy that was exported at a
-    given step; needed if the trainer computes the reference's log-probabilities. Raises ConfigError for a
-    model that cannot be trained, and ExchangeError that names missing ranks.
+    rank, ranks, store: see TrainerGroup. references: function from a step to the folder of the policy that
+    was exported then; needed if the trainer computes the reference's log-probabilities. Raises ConfigError
+    for a model that cannot be trained, and an ExchangeError that names missing ranks.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class DeepSpeedLearner:
         self._registered = RegisteredMemory()
         self._side = SideStream(own=config.train.zero_stage < 3)  # ZeRO-3 frees gathered weights at once
         self._copied: Future[None] = at_once(lambda: None)  # done once all ranks have written
-        self._written: Future[str] = at_once(str)  # of a follower: its part of the last checkpoint
+        self._written: Future[str] = at_once(str)  # on a follower: done once it has written its last part
         self._skipped = SkippedSteps()
         self._reference = self._make_reference(references)
         group.refuse_strangers()
@@ -177,9 +177,10 @@ class DeepSpeedLearner:
             self._logprobs.register_state_dict_post_hook(_leave_out_the_base)
 
     def _make_reference(self, references: Callable[[int], Path] | None) -> HfReference | None:
-        """Load the reference model; None if there is none to load. references: as in the class.
+        """Load and return the reference model. references: see the class.
 
-        That is so if the trainer does not compute log π_ref, or the reference is the policy without adapter.
+        Returns None if the trainer does not compute log π_ref, or if the reference is the policy without its
+        adapter.
         """
         train = self._config.train
         if not train.trainer_has_reference or (self._lora and train.reference.name == "frozen"):
@@ -240,7 +241,7 @@ class DeepSpeedLearner:
     ) -> Iterator[None]:
         """Make the followers execute the command that the leader executes within the block.
 
-        name, arguments, batch: the command, as ``_execute`` of the followers knows it.
+        name, arguments, batch: the command, one of those that ``_execute`` matches.
         """
         plain = tuple(str(one.absolute()) if isinstance(one, Path) else one for one in arguments)
         self._group.send(Command(name, plain, batches.to_arrays(batch) if batch else {}))
@@ -252,9 +253,9 @@ class DeepSpeedLearner:
     def follow(self, next_weights: Callable[[], np.ndarray] | None) -> None:
         """Execute the leader's commands until the leader closes its learner.
 
-        next_weights: returns the buffer, uint8 [layout.nbytes], for this rank's part of the next weights;
-        None if this rank writes no weights. A rank whose command takes longer than launch.stack_seconds logs
-        the stacks of its threads. Raises ExchangeError if the leader is gone.
+        next_weights: function that returns the buffer, uint8 [layout.nbytes], for this rank's part of the
+        next weights. None: this rank writes no weights. A rank whose command takes longer than
+        launch.stack_seconds logs the stacks of its threads. Raises ExchangeError if the leader is gone.
         """
         while (command := self._group.receive()).name != "close":
             with self._group.together(), stacks_if_late(self._config.launch.stack_seconds):
@@ -423,9 +424,9 @@ class DeepSpeedLearner:
     ) -> Iterator[tuple[WeightSlot, Tensor]]:
         """Yield the unsharded tensors of ``slots``; each is valid until the next is taken.
 
-        slots: the tensors of ``layout`` that this rank copies. Under ZeRO-3 all ranks must call
-        this, because they gather each bucket of parameters together. A bucket holds about equally many bytes
-        of every rank's part, so that no rank waits for another's copies.
+        slots: the tensors of ``layout`` that this rank copies. Under ZeRO-3 all ranks must call this, because
+        they gather each bucket of parameters together. A bucket holds about equally many bytes of every
+        rank's part, so that no rank waits for another's copies.
         """
         wanted = {slot.name for slot in slots}
         for bucket in _buckets(layout.parts(self._group.ranks)):
@@ -450,10 +451,9 @@ class DeepSpeedLearner:
         return partial(self._write_files, folder, self._snapshot.take())
 
     def _write_files(self, folder: Path, files: Sequence[Callable[[], SummedFile]]) -> str:
-        """Write and flush this rank's files; return the lines about the files of all ranks for the
-        checkpoint's list of its files.
+        """Write and flush this rank's files; return the checkpoint's list of files.
 
-        Raises StateError or DiskFullError if any rank failed.
+        The list has the lines of all ranks. Raises StateError or DiskFullError if any rank failed.
         """
         lines, fault, full = "", "", False
         try:
@@ -544,7 +544,7 @@ class _Work:
     def of(part: Part, batch: TrajectoryBatch, layout: Layout) -> _Work:
         """Take a part of a batch and pack each of its micro-batches for one pass of the model.
 
-        ``place_A`` of a pass are indices among the tokens of all completions of the part.
+        ``place_A`` of a pass holds indices among the tokens of all completions of the part.
         """
         groups = batches.take_groups(batch, part.groups)
         row_N = np.zeros(len(batch), np.int64)
@@ -585,7 +585,10 @@ def _means(outputs: Sequence[ObjectiveOutput], of_groups: int) -> dict[str, Tens
 
 @contextmanager
 def _unwritable(folder: Path) -> Iterator[None]:
-    """Turn any error in writing a checkpoint, but that of a lost rank, into StateError or DiskFullError."""
+    """Turn an error within the block into StateError or DiskFullError, unless it means that a rank is lost.
+
+    folder: the checkpoint that is being written, for the message.
+    """
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch's writer raises either
@@ -611,7 +614,10 @@ def _layout(
 
 
 def _leave_out_the_base(model: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Remove frozen weights from a state dict; a hook of torch. DeepSpeed itself would keep tied weights."""
+    """Remove frozen weights from a state dict. torch calls this hook when it makes the state dict.
+
+    DeepSpeed, when told to leave out frozen weights, keeps those that are tied.
+    """
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             state.pop(prefix + name, None)
@@ -623,7 +629,7 @@ def _load_policy(config: Config) -> PreTrainedModel:
     Raises ConfigError if there is no model, or if DeepSpeed refuses a setting of train.deepspeed.
     """
     deepspeed_logger.setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # from DeepSpeed
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else DeepSpeed compiles it, for minutes
     settings = deepspeed_settings(config, BUCKET_ELEMENTS)
     _require_accepted(settings)

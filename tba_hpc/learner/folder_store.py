@@ -55,9 +55,9 @@ class FolderStore(dist.Store):
         return {_name(key) for key in keys} <= set(listing(self.folder))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until entries exist for all ``keys``. Raises torch's DistStoreError after ``timeout``.
+        """Wait until entries exist for all ``keys``.
 
-        timeout: None: the store's deadline.
+        Raises torch's DistStoreError after ``timeout`` or, if that is None, after the store's deadline.
         """
         seconds = timeout.total_seconds() if timeout else self._deadline
         give_up, pause = time.monotonic() + seconds, FIRST_PAUSE

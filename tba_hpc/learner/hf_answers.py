@@ -38,8 +38,8 @@ class HfAnswers:
     ) -> list[Completion]:
         """Sample answers to a prompt.
 
-        tokens: the prompt, int32 [T]. samples: number of answers. stop: strings that end an answer. seed: of
-        torch's random numbers. The log-probabilities of the answers are not computed; they are NaN.
+        tokens: the prompt, int32 [T]. samples: number of answers. stop: strings that end an answer. seed:
+        seed of torch's random numbers. Log-probabilities are not computed; in the answers they are NaN.
         """
         torch.manual_seed(seed)
         prompt = torch.tensor(tokens, dtype=torch.long, device=self.device)[None]

@@ -68,7 +68,10 @@ not pass ``packed`` on. Several sequences cannot be put into one row for such a 
 
 
 class HfTokenizer:
-    """A Tokenizer of transformers. day: the date that chat templates print as today's; None: the real one."""
+    """A Tokenizer (``core.ports``) that wraps one of transformers.
+
+    day: the date that chat templates print as today's; None: the real date.
+    """
 
     def __init__(self, tokenizer: TransformersTokenizer, eos_token_id: int, day: date | None = None) -> None:
         self._tokenizer = tokenizer
@@ -159,15 +162,15 @@ def load_tokenizer(path: str, key: str = "model.path", *, day: date | None = Non
 def _is_misread(tokenizer: TransformersTokenizer, path: str) -> bool:
     """Return whether a tokenizer makes other tokens or texts than the model's tokenizer.json.
 
-    Since version 5 of transformers, some classes split text in their own way, whatever that file says, and
-    models may name a class that is not theirs (huggingface/transformers#45488).
+    Since version 5 of transformers, some classes split text in their own way, whatever that file says. A
+    model may name such a class although its tokenizer is another (huggingface/transformers#45488).
     """
     own = FileTokenizer.find(path)
     if own is None:
         return False
     try:
         tokens = own.encode_rendered(SAMPLE)
-    except Exception:  # the library tokenizers raises no other class for an unknown word
+    except Exception:  # for an unknown word, the library tokenizers raises just Exception
         return False
     text = tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
     same_text = text == own.decode_whole(tokens)  # an unknown word becomes a special token
@@ -260,16 +263,16 @@ def _compute_buffers_again(policy: PreTrainedModel, dtype: Dtype) -> None:
 
 
 def stored_buffers(policy: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the buffers that are in a model's files, by name, such as the biases by which it picks experts.
+    """Return the buffers that are in a model's files, by name, such as biases in the choice of experts.
 
-    Training does not change them.
+    Training does not change these buffers.
     """
     stored = policy.state_dict().keys()
     return {name: buffer for name, buffer in policy.named_buffers() if name in stored}
 
 
 def stored_dtype(path: str) -> Dtype:
-    """Return the value of model.dtype that holds a model's stored weights exactly; for float16, float32.
+    """Return the value of model.dtype that holds a model's stored weights exactly: float32 for float16.
 
     Raises ConfigError if there is no such model.
     """
@@ -391,8 +394,8 @@ class LogprobHead(nn.Module):
     """Output layer of a model that returns log-probabilities of given tokens instead of logits.
 
     The policy is softmax(logits / temperature). fp32: do not round logits to the dtype of weights and hidden
-    states; their gradients are still rounded. chunk_bytes: see PolicyLogprobs. This module
-    holds the output layer's own parameters, so that ZeRO-3 gathers them once for all chunks.
+    states; the logits' gradients are still rounded. chunk_bytes: see PolicyLogprobs. This module holds the
+    output layer's own parameters, so that ZeRO-3 gathers them once for all chunks.
     """
 
     def __init__(
@@ -529,9 +532,9 @@ def _has_varlen_kernel(model: PreTrainedModel, weight: Tensor) -> bool:
 def _shares_prompts(model: PreTrainedModel) -> bool:
     """Return whether sequences in one row can share their prompt (``shared_prompts``).
 
-    The model must take positions from ``position_ids``, and all of its layers must have full attention, by
-    the function that is registered with transformers. Recurrent states, sliding windows, and distances
-    counted along the row (ALiBi) rule this out.
+    The model must take positions from ``position_ids``. All of its layers must have full attention, computed
+    by the function that is registered with transformers. A model with recurrent states, sliding windows, or
+    distances counted along the row (ALiBi) therefore cannot share prompts.
     """
     config = model.config
     window = getattr(config, "sliding_window", None)

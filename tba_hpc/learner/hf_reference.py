@@ -30,7 +30,7 @@ class HfReference:
     """A Reference (``core.ports``) on a causal language model of transformers. Use it in one thread.
 
     model: the initial policy. section: settings of log-probabilities, and the dtype and adapter of exported
-    policies. folder_of: returns the folder of the policy that was exported at a given step; None: the
+    policies. folder_of: function from a step to the folder of the policy that was exported then; None: the
     reference never changes.
 
     The model stays in host memory until log-probabilities are first needed, because an engine that is being

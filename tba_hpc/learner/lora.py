@@ -29,8 +29,9 @@ BASE_FILE = "base"
 class Lora:
     """A new adapter, which the constructor puts into ``policy``.
 
-    A is random, from ``seed``, and B is zero. Both have the policy's dtype. path: model.path, for errors.
-    Raises ConfigError if there is nothing to adapt, or if one of the section's targets matches no layer.
+    Its tensors A are random, drawn from ``seed``; its tensors B are zero. All have the policy's dtype. path:
+    model.path, for errors. Raises ConfigError if there is nothing to adapt, or if one of the section's
+    targets matches no layer.
 
     adapter: the adapter's parameters, by the names under which they are published. base: the policy's own
     parameters, by their names without an adapter. weights: description of the published adapter.
@@ -68,7 +69,7 @@ class Lora:
 
     @contextmanager
     def disabled(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """Disable the adapter within the block. Yields ``policy``, a module that wraps the adapted model."""
+        """Disable the adapter within the block. Yields ``policy``, a module around the adapted model."""
         layers = [layer for layer in self._policy.modules() if isinstance(layer, BaseTunerLayer)]
         for layer in layers:
             layer.enable_adapters(False)

@@ -22,10 +22,10 @@ ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 def require_readable(paths: Iterable[Path], classes: list[type]) -> None:
-    """Read back files that were just written, except the values of their tensors.
+    """Read back files that were just written, without the values of their tensors.
 
-    classes: as for ``only_data``. Raises StateError for anything that a resume, which uses the same code,
-    would refuse.
+    classes: as for ``only_data``. Raises StateError for anything that a resume would refuse; it reads the
+    files with the same code.
     """
     for path in paths:
         try:

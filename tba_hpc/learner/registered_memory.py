@@ -47,8 +47,8 @@ class RegisteredMemory:
     def register(self, memory: np.ndarray, start: int = 0, end: int | None = None) -> None:
         """Register the pages of bytes [start, end) of an array, uint8, until the array is deleted.
 
-        Call this before each copy; repeated calls do nothing. end: None: the array's end. If CUDA refuses, a
-        warning is logged once, and all later copies are slower.
+        Call this before each copy; repeated calls do nothing. If ``end`` is None, it is the array's end. If
+        CUDA refuses, a warning is logged once, and all later copies are slower.
         """
         first = (memory.ctypes.data + start) // mmap.PAGESIZE * mmap.PAGESIZE
         last = memory.ctypes.data + (memory.nbytes if end is None else end)
@@ -72,7 +72,7 @@ class RegisteredMemory:
             *(nbytes / 1e9, error),
         )
         self._refused = True
-        with suppress(RuntimeError, AssertionError):  # this kernel takes the error, which CUDA reports twice
+        with suppress(RuntimeError, AssertionError):  # CUDA reports the error again: let this kernel get it
             torch.ones(1, device="cuda").add_(1)
 
 

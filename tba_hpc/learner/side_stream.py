@@ -1,4 +1,4 @@
-"""A CUDA stream for copies to host memory that run beside the GPU's other work."""
+"""A CUDA stream for copies to host memory that run at the same time as the GPU's other work."""
 
 from __future__ import annotations
 

@@ -57,12 +57,15 @@ class Snapshot:
             self._files.append(at_once(partial(_write_file, file, partial(torch.save, state_dict))).result)
 
     def take(self) -> list[Callable[[], SummedFile]]:
-        """Return a function for each file added since the last call. It writes that file, or raises."""
+        """Return a function for each file added since the last call, which writes it or raises an error."""
         files, self._files = self._files, []
         return files
 
     def _has_room(self, name: str, state: object) -> bool:
-        """Return whether a copy of the file fits into memory. Decided once: later copies reuse the memory."""
+        """Return whether a copy of the file fits into memory.
+
+        This is decided once per file, because later copies reuse the memory.
+        """
         if name not in self._fits:
             needed, room = _bytes(state) * self._local_ranks, MEMORY_SHARE * free_memory()
             self._fits[name] = needed <= room

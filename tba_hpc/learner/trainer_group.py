@@ -1,7 +1,7 @@
 """Communication between trainer ranks: finding each other, the leader's commands, and sums over ranks.
 
-The leader is rank 0; the others are its followers. Ranks find each other by files in a private folder, so
-that none has to listen where strangers could connect.
+The leader is rank 0; the others are its followers. Ranks find each other through files in a private folder,
+so that none has to listen where strangers could connect.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class TrainerGroup:
 
     The constructor waits for the other ranks in ``store``, an existing, private, shared folder that was empty
     before this attempt. It sets the environment variables RANK, LOCAL_RANK and others, which libraries read.
-    deadline: time limit of any operation of all ranks, in seconds. start_deadline: longest wait for another
-    rank to start, in seconds; None: deadline. Raises ExchangeError that names missing ranks, or ConfigError
-    that names ranks sharing a GPU.
+    deadline: time limit of each operation in which all ranks take part, in seconds. start_deadline: longest
+    wait for another rank to start, in seconds; None: deadline. Raises an ExchangeError that names missing
+    ranks, or a ConfigError that names ranks sharing a GPU.
 
     device: this rank's GPU, or the CPU. local_ranks: number of trainer ranks on this machine.
     """
@@ -121,7 +121,7 @@ class TrainerGroup:
 
     @property
     def _alone(self) -> bool:
-        """True if there are no other ranks. Calls then skip gloo, which takes time even so."""
+        """True if there are no other ranks. Methods then skip gloo, which takes time even for one rank."""
         return self.ranks == 1
 
     def send(self, command: Command) -> None:
@@ -142,7 +142,8 @@ class TrainerGroup:
     def _broadcast(self, data: bytes) -> bytes:
         """Return the leader's ``data`` on every rank. A follower passes any bytes of the same length.
 
-        The leader waits until all have received the data, at most for the longer of the two deadlines.
+        The leader waits until all have received the data, for at most ``deadline`` or ``start_deadline``
+        seconds, whichever is longer.
         """
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         work = dist.broadcast(buffer, src=0, group=self._commands, async_op=True)
