@@ -88,9 +88,10 @@ def leased_slot(run: RunDir, config: Config) -> Iterator[Slot]:
 
 
 class ElasticSearchers:
-    """The elastic searchers of a run, as its trainer sees them. It checks every ELASTIC_CHECK_SECONDS.
+    """The elastic searchers of a run, as its trainer sees them.
 
-    After a searcher has left, ``ready`` includes it until its sealed shards are read; see ``reading``.
+    The trainer looks at their leases at most once in ELASTIC_CHECK_SECONDS. After a searcher has left,
+    ``ready`` includes it until its sealed shards are read; see ``reading``.
     """
 
     def __init__(self, run: RunDir, config: Config) -> None:
@@ -113,7 +114,7 @@ class ElasticSearchers:
     ) -> Callable[[Mapping[int, int]], Iterator[Shard]]:
         """Wrap ``read`` so that ``ready`` learns when all shards of departed searchers have been read.
 
-        read: yields all sealed shards on disk from the given cursors on.
+        read: function that yields all sealed shards on disk from the given cursors on.
         """
 
         def noted(cursors: Mapping[int, int]) -> Iterator[Shard]:
@@ -162,7 +163,7 @@ def leaving_at_once() -> Iterator[None]:
 
 
 class EvaluatorLease:
-    """Lease of a run whose searchers are all elastic: its holder alone carries out the evaluations."""
+    """Lease on the evaluations of a run whose searchers are all elastic: only its holder carries them out."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -249,7 +250,10 @@ class ElasticStay:
             yield request
 
     def note_ready(self) -> None:
-        """Report, once, that weights are loaded. From then on the trainer grants requests to this slot."""
+        """Report that weights are loaded, so that the trainer grants requests to this slot.
+
+        Only the first call reports.
+        """
         if not self._ready:
             name, seconds = rank_name("searcher", self.slot.searcher), self.config.launch.disk_seconds
             retry(lambda: note_ready(name), seconds=seconds)
@@ -278,5 +282,5 @@ class ElasticStay:
 
 
 def _division(launch: LaunchSection) -> tuple[int, int]:
-    """Return how many searchers and how many slots the run has. They decide who issues which requests."""
+    """Return how many searchers and how many slots a run has, which decides who issues which requests."""
     return launch.searchers, launch.elastic

@@ -88,7 +88,7 @@ def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
 
 
 def _news(run: RunDir, launch: LaunchSection, step: int) -> Iterator[bool]:
-    """Yield at each ``next`` whether there was progress since the one before.
+    """Yield, at each ``next``, whether there was progress since the previous ``next``.
 
     step: step of the last evaluation's weights. Progress is a new part of the evaluation, or tokens from a
     searcher whose part is missing. If all searchers are elastic, any of them may be the one that evaluates.
@@ -106,7 +106,10 @@ def _news(run: RunDir, launch: LaunchSection, step: int) -> Iterator[bool]:
 
 
 def _missing(run: RunDir, launch: LaunchSection, step: int) -> tuple[str, str]:
-    """Name the searchers whose parts of the last evaluation are missing, and a remedy, for an error."""
+    """Return the names of the searchers whose parts of the last evaluation are missing, and a remedy.
+
+    Both are phrases for an error message.
+    """
     if not launch.searchers:
         return "elastic searchers", f"if no searcher is at work, add one: tba search {run.path}"
     places = missing_parts(run, "test", step, launch.searchers)

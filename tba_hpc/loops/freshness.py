@@ -35,14 +35,15 @@ There are exchange.sync_every steps from one sync to the next.
 class Freshness:
     """Staleness, reference and rollout budget of a run, whose trajectories are in ``buffer``.
 
-    The rollout budget limits what requests searchers may issue. None without exchange.max_staleness.
+    The rollout budget limits which requests searchers may issue. A run without exchange.max_staleness has
+    none.
     """
 
     def __init__(self, config: Config, buffer: ReplayBuffer) -> None:
         self._config = config
         self._buffer = buffer
         self._budget: RolloutBudget | None = None
-        self._last_shard: int | None = 0  # step at which one arrived last; None: not since the resume
+        self._last_shard: int | None = 0  # step when a shard last arrived; None: none has since the resume
         self.reference = schedules.reference(config.train, 0)
         """Step of the policy that is the reference, or BEHAVIOUR."""
 
@@ -170,10 +171,10 @@ class Freshness:
             self._budget.arrive(shard.request_ids)
 
     def exclude_unresponsive(self, step: int, timeout: float) -> None:
-        """Exclude the searchers that owe answers, since no shard has arrived for ``timeout`` seconds.
+        """Exclude the searchers that owe answers, because no shard has arrived for ``timeout`` seconds.
 
-        Other searchers are granted requests in their place. Raises ExchangeError if there are no others, or
-        if staleness is unbounded, because then there is no budget.
+        Other searchers are granted requests instead. Raises ExchangeError if there are no others, or if
+        staleness is unbounded, because there is no rollout budget in that case.
         """
         shortage, remedy = self._shortage(step)
         silence = f"the replay buffer {shortage} and no new one has arrived for {timeout:.0f} s: {remedy}"
@@ -243,9 +244,10 @@ class RolloutBudget:
     not dropped, because otherwise the policy would learn from short completions only.
 
     A searcher's place p decides which requests it takes: those with id ≡ p, modulo the number of places. The
-    run's own searchers may issue theirs below ``end``, which is (v + n + 1)·B in a run without losses or
+    run's own searchers may issue requests below ``end``, which is (v + n + 1)·B in a run without losses or
     elastic searchers. Some requests bring nothing to learn from: duplicates, groups set aside, requests of
-    excluded searchers. Others are granted instead, so that searchers can run as far ahead as before.
+    excluded searchers. Further requests are granted instead, so that searchers can run as far ahead as
+    before.
 
     The place of each elastic searcher has an end of its own, which holds for that searcher's lease only. Once
     the lease is gone or changed, as many requests are granted to other places, and the next searcher at this
@@ -303,9 +305,10 @@ class RolloutBudget:
         return request_id % self._launch.places
 
     def note_leases(self, leases: Mapping[int, int]) -> None:
-        """Replace the leases of the present elastic searchers, by searcher. Those that left owe nothing.
+        """Note which elastic searchers are present. Those that have left owe nothing from now on.
 
-        All shards that departed searchers have sealed must have been read before this call.
+        leases: number of each present elastic searcher's lease, by searcher. All shards that departed
+        searchers have sealed must have been read before this call.
         """
         now = {self._launch.place_of(searcher): lease for searcher, lease in leases.items()}
         self._excluded -= {place for place in self._elastic if now.get(place) != self._leases.get(place)}
@@ -385,7 +388,7 @@ class RolloutBudget:
             self._unanswered.pop(request_id, None)
 
     def owed(self) -> Counter[int]:
-        """Count granted requests that are not completed, by place, for places that are expected to answer."""
+        """Return how many granted requests are not completed, for each place that is expected to answer."""
         idle, places = self._idle, map(self._place_of, self._unanswered)
         return Counter(place for place in places if place not in idle)
 

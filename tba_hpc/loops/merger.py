@@ -61,9 +61,10 @@ class Merger:
         )
 
     def evict_stale(self, state: TrainerState) -> TrainerState:
-        """Evict the trajectories that the next step must not learn from; return the new state.
+        """Evict the trajectories that the next step must not learn from; return the state after that.
 
-        If there are none, it is ``state`` unchanged. Otherwise it has the next revision; see ``merge``.
+        If there are no such trajectories, ``state`` is returned unchanged. Otherwise the new state has the
+        next revision; see ``merge``.
         """
         evicted = self.freshness.evict_stale(state.step)
         if not evicted:
@@ -107,7 +108,7 @@ def merge_pending(
 ) -> TrainerState:
     """Begin an attempt: merge the shards that an earlier attempt left, few at a time; return the new state.
 
-    pending: shards that the checkpoint ``saved`` does not contain: those from its cursors on.
+    pending: all shards that the checkpoint ``saved`` does not contain, from its cursors on.
     """
     state, buffer = saved.state, saved.buffer
     metrics.log(state_event("resumed" if state != TrainerState() else "started", state, buffer))

@@ -39,8 +39,8 @@ class OnlineEvaluator:
     """A searcher's part in evaluations: it issues requests, and counts their answers once they are judged.
 
     searcher: index of this searcher among the ``searchers`` that evaluate. max_tokens: longest completion.
-    limits: number of prompts used per split; None: all. done: returns the part that an earlier attempt
-    finished, if any, given a split and the step of the weights. decode: function from tokens to text; None:
+    limits: number of prompts used per split; None: all. done: function from a split and the step of the
+    weights to the part that an earlier attempt finished, or None. decode: function from tokens to text; None:
     no answers are kept. kept: answers to prompts with ids below this are kept as text. unanswered: number of
     answers still to be generated.
     """
@@ -63,8 +63,9 @@ class OnlineEvaluator:
         return self.unanswered > 0
 
     def start(self, split: Split, step: int) -> Evaluation | None:
-        """Queue this searcher's share of ``split``. Returns its part if the share is empty or already done.
+        """Queue this searcher's share of ``split``.
 
+        Returns this searcher's part of the result if the share is empty or already done, otherwise None.
         step: optimizer step of the weights that the engine uses.
         """
         assert not self.busy, "one evaluation at a time"
@@ -93,11 +94,13 @@ class OnlineEvaluator:
     def count(
         self, answer: Group, correct: bool, ref_logprob: float | None, reward: float | None = None
     ) -> Evaluation | None:
-        """Count one judged answer; return this searcher's part of the evaluation once all are judged.
+        """Count one judged answer. Once all are judged, return this searcher's part of the evaluation.
 
-        answer: a group of one completion. The version of its weights identifies the evaluation.
-        ref_logprob: log π_ref of the whole completion, nats; None without a reference. reward: None if the
-        task gives none.
+        Returns None until then. An answer to an abandoned evaluation is ignored.
+
+        answer: a group of one completion. The version of its weights identifies the evaluation. ref_logprob:
+        log π_ref of the whole completion, nats; None without a reference. reward: None if the task gives
+        none.
         """
         split, step, prompt = answer.request.split, int(answer.versions[0, 0]), answer.request.prompt.id
         share = self._shares.get((split, step))

@@ -23,7 +23,7 @@ class PublishSchedule:
     def __init__(self, config: Config, freshness: Freshness, step: int) -> None:
         self._config = config
         self._freshness = freshness
-        self._reference: int | None = None  # of the last publication
+        self._reference: int | None = None  # reference in the last publication
         self.version = step
         self.publishes = 0
         self.put_off = False

@@ -67,7 +67,7 @@ class Saving:
         return passed and not self.under_way and step < self.config.train.steps
 
     def save(self, state: TrainerState) -> None:
-        """Copy the contents of a checkpoint of ``state``. They are written while the next steps run."""
+        """Copy what a checkpoint of ``state`` will hold. The copy is written while the next steps run."""
         state = replace(state, save_seconds=self.seconds)
         self.last_step = state.step
         self._event = state_event("checkpoint", state, self.buffer)
@@ -98,7 +98,11 @@ class Saving:
             self.metrics.log(self._event)
 
     def _postpone(self, fault: str) -> None:
-        """Log that a checkpoint waits for space. fault: the error. In ``save_last``, only once a minute."""
+        """Record that a checkpoint waits for space, in the metrics and in the log.
+
+        The log gets this at most once in TELL_SECONDS; in ``save_last`` so do the metrics. fault: description
+        of the error.
+        """
         now, last = time.monotonic(), self._give_up < math.inf
         tell = now - self._told >= TELL_SECONDS
         until = time.time() + self._give_up - now if last else None

@@ -1,4 +1,4 @@
-"""Computes rewards and reference log-probabilities, and seals shards, in a thread beside generation.
+"""Computes rewards and reference log-probabilities, and seals shards, while the engine generates.
 
 Everything but the task's own code happens in one worker thread, in the order of submission, so that neither a
 slow reward nor an fsync stops the engine. The task's code runs in another thread, for which the worker waits.
@@ -54,7 +54,8 @@ MOST_REJECTED = 10
 """Number of groups in a row without a usable reward, or of unjudged answers, at which a searcher ends."""
 
 CLOSING_SECONDS = 30.0
-"""Seconds at the end of a run in which waiting groups are still scored. A resume requests the others anew."""
+"""Seconds at the end of a run in which waiting groups are still scored. A resume issues the requests of the
+other groups again."""
 
 LARGEST = float(np.finfo(np.float32).max)
 """Largest magnitude of a reward. Larger ones are not finite as float32, and are set aside."""
@@ -69,7 +70,7 @@ Itemised = tuple[list[float], Mapping[str, Sequence[float]]]
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Result of scoring or sealing. sums: over the scored groups. shard: the sealed shard, if any."""
+    """Result of scoring or sealing. sums: sums over the scored groups. shard: the sealed shard, if any."""
 
     sums: Sums = field(default_factory=Sums)
     shard: Shard | None = None
@@ -132,9 +133,10 @@ class EngineCheck:
 class Scorer:
     """Scores groups and seals them into ``shards`` after at most ``seal_seconds``. Judges evaluation answers.
 
-    A group is set aside if the task's code raises, or takes too long. ``finished`` and ``judged`` raise
-    ConfigError after ``most_rejected`` groups in a row without a usable reward, or as many answers in a row
-    that could not be judged. They also do so if the task violates ports.Task, or if MOST_HANGING calls hang.
+    A group is set aside if the task's code raises an exception, or takes too long. ``finished`` and
+    ``judged`` raise ConfigError after ``most_rejected`` groups in a row without a usable reward, or as many
+    answers in a row that could not be judged. They also raise it if the task violates ports.Task, or if
+    MOST_HANGING calls hang.
 
     reference: None if searchers hold no reference model. Trajectories then record the sampler's
     log-probabilities if the reference is BEHAVIOUR, and otherwise NaN, for the trainer to compute.
@@ -199,7 +201,7 @@ class Scorer:
             self._wanted = step
             while self._answers:
                 self._judge_next()
-            self._unscored = deque()  # earlier groups stay in theirs, which is scored before the load
+            self._unscored = deque()  # earlier groups stay in the old deque, which is scored before the load
             self._do(self._load)
 
     @property
@@ -229,8 +231,8 @@ class Scorer:
     def check_engine(self, update: WeightUpdate, answers: int) -> None:
         """Compare engine and learner code on the first ``answers`` evaluation answers under ``update``.
 
-        At most ANSWERS_AT_ONCE are compared. Until they are, a copy of the weights is kept. Does nothing
-        without a reference model, into which the weights are loaded.
+        At most ANSWERS_AT_ONCE answers are compared. A copy of the weights is kept until that is done. Does
+        nothing without a reference model, because the comparison loads the weights into it.
         """
         if self._reference:
             self._check = EngineCheck(update.private(), min(answers, ANSWERS_AT_ONCE))
@@ -256,7 +258,7 @@ class Scorer:
     def close(self) -> list[Scored]:
         """Score waiting groups for up to CLOSING_SECONDS, seal the open shard, and end; return the results.
 
-        A call of the task that has begun may take longer.
+        If a call of the task's code is in progress by then, it may take longer.
         """
         self._end = time.monotonic() + CLOSING_SECONDS
         self._do(self._seal)
@@ -310,7 +312,7 @@ class Scorer:
         return Sums.of(group, one.rewards, compared, one.parts, tempered=tempered)
 
     def _logprobs_of(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """Return what trajectories record as log π_ref, float32 [T], by group and completion."""
+        """Return the values that trajectories record as log π_ref, float32 [T], by group and completion."""
         if self._reference:
             return self._reference.logprobs_of(groups) if groups else []
         rows = [[completion.logprobs for completion in group.completions] for group in groups]
@@ -319,7 +321,10 @@ class Scorer:
         return [[np.full_like(row, np.nan) for row in of_group] for of_group in rows]
 
     def _rewards(self, group: Group) -> Itemised:
-        """Return the rewards of a group, and their summands. If the task's code raises, rewards are NaN."""
+        """Return the rewards of a group, and their summands by name.
+
+        If the task's code raises an exception, all rewards are NaN.
+        """
         request, total = group.request, len(group.completions)
         call, which = f"rewards() of prompt {request.prompt.id}", f" (request {request.id})"
         error = None
@@ -353,9 +358,10 @@ class Scorer:
         return [Judged(answer, right, reward, logprob) for answer, (right, reward), logprob in rows]
 
     def _verdicts(self, answers: list[Group]) -> list[tuple[bool, float | None]]:
-        """Return whether each answer is correct, and its reward if the task grades answers, otherwise None.
+        """Return for each answer whether it is correct, and its reward, which is None without grades.
 
-        If the task's code raises, answers are judged one by one. Those for which it raises again are wrong.
+        If the task's code raises an exception, answers are judged one by one. An answer for which it raises
+        one again counts as wrong.
         """
         request = answers[0].request
         more = f" and {len(answers) - 1} more" if len(answers) > 1 else ""
@@ -392,7 +398,7 @@ class Scorer:
         ]
 
     def _load(self) -> Scored:
-        """Load the reference that was requested last, as those requested earlier may be deleted already."""
+        """Load the reference that was requested last, because earlier ones may be deleted already."""
         step = self._wanted
         if self._reference and self._reference.step != step:
             self._reference.load(step)

@@ -24,7 +24,7 @@ class Sums:
     reward_seconds: float = 0.0
     """Time that the task took to score the groups, in seconds."""
     rejected: int = 0
-    """Number of completions set aside because their reward is not finite, or the task's code raised."""
+    """Number of completions set aside because they have no finite reward, or the task's code failed."""
     seal_seconds: float = 0.0
     """Time spent on sealing shards, in seconds."""
 
@@ -49,7 +49,7 @@ class Sums:
     parts: dict[str, float] = field(default_factory=dict)
     """Sums of each named summand of the reward."""
 
-    # Over the sampled tokens of these groups, but for those sampled at a random temperature
+    # Over the sampled tokens of these groups, except groups sampled at a random temperature
     sampled: int = 0
     """Number of sampled tokens."""
     logprob: float = 0.0

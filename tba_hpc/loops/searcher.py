@@ -49,9 +49,9 @@ class Searcher:
     log_seconds: float = 1.0
     weights_in_use: Callable[[], None] = lambda: None
     _upcoming: Request | None = None  # taken from ``requests``, and not issued yet
-    _publication: Publication | None = None  # of the last weights that the engine was given
+    _publication: Publication | None = None  # the one that came with the last weights given to the engine
     _awaited: Publication | None = None  # the same, until these weights are in use
-    _busy_seconds: float = 0.0  # of the engine, up to the last metric record
+    _busy_seconds: float = 0.0  # the engine's, as far as metric records have counted them
     _rejected: int = 0  # completions set aside so far
     _stage: str | None = None  # last logged stage of the engine's start
     _tally: Sums = field(default_factory=Sums)  # since the last metric record
@@ -63,7 +63,7 @@ class Searcher:
 
         Generation pauses until the first weights arrive, while ``pending_shards`` shards are unmerged, and
         when all requests that the last weights allow (the rollout budget) have been issued. The trainer's
-        next publication ends each of these pauses.
+        next publication ends each of these pauses. Generation also pauses while the scorer is ``full``.
         """
         while not self.exchange.closed:
             self._take_weights()
@@ -117,7 +117,7 @@ class Searcher:
             self.generator.submit(request)
 
     def _next_training_request(self) -> Request | None:
-        """Return the next training request; None without weights, at a limit, or if the run ends."""
+        """Return the next training request; None while generation pauses (see ``run``), and at the end."""
         if self._publication is None or self._publication.final:
             return None
         if self.stop_asked() or self.exchange.closed:
@@ -190,13 +190,13 @@ class Searcher:
             self.evaluator.abandon()
 
     def _note_stage(self) -> None:
-        """Log what the engine is doing while it starts, whenever that changes."""
+        """Log the stage of the engine's start if it has changed since the last call."""
         if self._stage != (stage := getattr(self.generator, "stage", "")):
             self.metrics.log({"event": "engine", "stage": stage or "ready"})
             self._stage = stage
 
     def _log(self) -> None:
-        """Write a line of metrics about the time since the last; ``run.metric_table`` explains the names."""
+        """Write a line of metrics about the time since the last line; ``run.metric_table`` explains them."""
         sums, self._tally = self._tally, Sums()
         now = time.monotonic()
         seconds, self._logged = now - self._logged, now

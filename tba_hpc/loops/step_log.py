@@ -81,9 +81,10 @@ class StepLog:
         return wall
 
     def _wait_share(self, wall: float, learning: float) -> float | None:
-        """Add a step; return the share of time spent outside the learner. The first WARMUP_STEPS return None.
+        """Add a step to the sums; return the share of the time so far that was spent outside the learner.
 
-        wall: duration of the step, in seconds. learning: how much of it was spent in the learner, in seconds.
+        The first WARMUP_STEPS steps are not added; the result is None for them. wall: duration of the step,
+        in seconds. learning: how much of it was spent in the learner, in seconds.
         """
         self._steps += 1
         if self._steps <= WARMUP_STEPS:

@@ -145,7 +145,10 @@ class Trainer:
         return started
 
     def _update_reference(self) -> None:
-        """Make the policy the reference if that is due; evict trajectories that an older reference scored."""
+        """Make the policy the reference if that is due; evict what is stale or used up by now.
+
+        If the reference changes, all trajectories that an older one scored are stale.
+        """
         if self.freshness.update_reference(self.step) and self.freshness.reference == self.step:
             self.checkpoints.export_reference(self.step, self.learner)
             self.log_event("reset")
@@ -197,7 +200,7 @@ class Trainer:
 
     @property
     def _timeout(self) -> float:
-        """Maximum wait for a shard, in seconds. It is longer for the first, since engines may be starting."""
+        """Maximum wait for a shard, in seconds. Longer for the first shard, since engines may be starting."""
         launch = self.config.launch
         return launch.timeout_seconds if self._last_arrival else launch.start_seconds
 
