@@ -25,7 +25,10 @@ READ_BYTES = 1 << 20
 
 
 class EngineSettings(Section):
-    """Settings of an engine, sent to its process as JSON on standard input. seed: seed of vLLM's sampler."""
+    """Settings of an engine, which its process reads as JSON from standard input.
+
+    seed: seed of vLLM's sampler.
+    """
 
     model: ModelSection
     generator: GeneratorSection
@@ -55,8 +58,8 @@ class Submit(Message):
 class Load(Message):
     """Command to load the weights of ``version`` from the file at ``path``.
 
-    layout: their WeightLayout, as JSON. generation: counter that changes whenever the file gets new memory
-    pages, so that an earlier mapping of it is outdated.
+    layout: the weights' WeightLayout, as JSON. generation: counter that changes whenever the file gets new
+    memory pages, after which earlier mappings of the file are outdated.
     """
 
     version: int
@@ -105,14 +108,14 @@ class Loaded(Message):
 class Misfit(Message):
     """Answer that vLLM's model did not accept all of the last weights.
 
-    reason: cause and remedy, as the continuation of "its model".
+    reason: cause and remedy, as the rest of a sentence that begins with "its model".
     """
 
     reason: str
 
 
 class Finished(Message):
-    """All K completions of a request, whose T tokens are joined in flat arrays; a part of Progress.
+    """Part of Progress: all K completions of a request, whose T tokens are joined in flat arrays.
 
     tokens: int32 [T]. logprobs: float32 [T]; a fault of the engine can make them NaN. lengths: int32 [K],
     tokens of each completion. stopped: uint8 [K], 1 if EOS or a stop string ended the completion. versions:
@@ -132,9 +135,10 @@ class Finished(Message):
 class Progress(Message):
     """Answer with finished requests; also sent many times a second as a sign of life.
 
-    All figures are of the time since the last Progress. busy_seconds: time inside vLLM's step. ended: number
-    of completions that ended, also of requests that have not finished. computed: number of tokens computed.
-    recomputed: how many of these had been computed before, and were lost when weights were loaded.
+    All figures are for the time since the last Progress. busy_seconds: time inside vLLM's step. ended: number
+    of completions that ended, including those of unfinished requests. computed: number of tokens computed.
+    recomputed: how many of these had been computed before, but a load of weights discarded their keys and
+    values.
     """
 
     busy_seconds: float
@@ -216,7 +220,7 @@ class RefusedError(Exception):
 
 
 def last_word(error: Exception) -> Refused | Broken | Died:
-    """Return the answer that tells the searcher which exception ends the engine."""
+    """Return the last answer to the searcher from an engine that ``error`` ends."""
     reason = first_sentence(error)
     if isinstance(error, RefusedError):
         return Refused(reason)

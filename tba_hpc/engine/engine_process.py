@@ -21,7 +21,7 @@ def main() -> None:
     parent, descriptor = sys.argv[1:]
     die_with(int(parent), signal.SIGKILL)
     settings = sys.stdin.read()
-    gc.disable()  # until the engine is built: to scan all imported objects takes seconds, and frees none
+    gc.disable()  # until the engine is built: scanning all imported objects takes seconds, and frees none
     serve(settings, int(descriptor))
 
 

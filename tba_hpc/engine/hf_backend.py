@@ -20,7 +20,7 @@ class HfBackend:
     """A Hugging Face model, trained by DeepSpeed and sampled by vLLM; see ports.Backend.
 
     Each method imports the heavy libraries that it needs, and raises ConfigError if the config does not fit
-    the model. day: date for chat templates that write one into prompts.
+    the model. day: date for chat templates that write today's date into prompts.
     """
 
     config: Config
@@ -57,8 +57,8 @@ class HfBackend:
     ) -> SharedLearner:
         """Make a trainer rank's learner; see ports.Backend for the arguments.
 
-        All trainer ranks find each other through files in ``store``. Raises ConfigError, or ExchangeError,
-        which names the missing ranks.
+        All trainer ranks find each other through files in ``store``. Raises an ExchangeError that names
+        missing ranks.
         """
         from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 
@@ -66,7 +66,7 @@ class HfBackend:
 
 
 def make_backend(run: RunDir, config: Config) -> Backend:
-    """Return the code that trains a run's policy and samples from it: the default, or the user's own class.
+    """Return a run's Backend: an HfBackend, or an object of the user's own class.
 
     Raises ConfigError if ``model.path`` names a class that is not found.
     """

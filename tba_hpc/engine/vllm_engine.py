@@ -100,7 +100,7 @@ def serve(channel: Channel[Command], settings: str) -> None:
 
 
 def start(channel: Channel[Command], settings: EngineSettings) -> LLM:
-    """Build the engine, and tell the searcher when it is ready. Raises the errors of ``serve``."""
+    """Build the engine, and tell the searcher when it is ready. Raises the same errors as ``serve``."""
     prepare_environment()
     try:
         require_kernels()
@@ -112,7 +112,7 @@ def start(channel: Channel[Command], settings: EngineSettings) -> LLM:
         raise RefusedError(first_sentence(error)) from error
     if settings.generator.tensor_parallel == 1:  # no other process has to connect
         stop_listening()
-    for path in llm.collective_rpc("rendezvous"):  # all workers have met; torch leaves the file
+    for path in llm.collective_rpc("rendezvous"):  # all workers have met, but torch keeps the file
         Path(path).unlink(missing_ok=True)
     if not torch.cuda.is_available():
         os.nice(NICENESS)  # not earlier, because others wait until the engine is built
@@ -219,7 +219,7 @@ def with_graphs(engine: Mapping[str, Any], sequences: int, kind: str = "") -> di
     """Return vLLM's arguments ``engine``, with CUDA graphs for batches of up to ``sequences`` sequences.
 
     If ``engine`` sets sizes of graphs, they stay. vLLM's default sizes end at 512 tokens, and larger batches
-    would be decoded without graphs. kind: cudagraph_mode to use instead of that in ``engine``; "" keeps it.
+    would be decoded without graphs. kind: cudagraph_mode that replaces the one in ``engine``; empty: keep it.
     """
     compilation = engine.get("compilation_config") or {}
     compilation = {"mode": compilation} if isinstance(compilation, int) else compilation
@@ -254,7 +254,7 @@ class Engine:
         self._busy = 0.0  # seconds inside steps since the last Progress
         self._open = 0  # unfinished completions at the last Progress
         self._computed = self._recomputed = 0  # tokens since the last Progress
-        self._lost: dict[str, int] = {}  # by sequence: number of its first tokens to compute again
+        self._lost: dict[str, int] = {}  # number of first tokens that each sequence must compute again
         self._scheduler.schedule = partial(self._schedule, self._scheduler.schedule)  # type: ignore[method-assign]
         self._reported = time.monotonic()
 
@@ -271,7 +271,7 @@ class Engine:
         return bool(self._llm.llm_engine.has_unfinished_requests())
 
     def _execute(self, command: Command) -> list[Finished]:
-        """Carry out a command; return the requests that finish meanwhile."""
+        """Carry out a command; return the requests that finish before weights are loaded, if any."""
         if isinstance(command, Submit):
             self._submit(command)
             return []
@@ -314,7 +314,7 @@ class Engine:
 
     def _lose_what_is_computed(self) -> None:
         for request in self._scheduler.running:
-            lost = self._lost.get(request.request_id, 0)  # by an earlier load, not yet computed again
+            lost = self._lost.get(request.request_id, 0)  # lost in an earlier load, not yet computed again
             self._lost[request.request_id] = max(lost, request.num_computed_tokens)
 
     def _schedule(self, schedule: Callable[..., SchedulerOutput], *arguments: object) -> SchedulerOutput:
@@ -338,9 +338,9 @@ class Engine:
         return str(self._loads) if self._keeps_kv else None
 
     def _renew_salts(self) -> None:
-        """Give the present ``_salt`` to requests without computed tokens, so that none finds an older prefix.
+        """Give the present ``_salt`` to requests without computed tokens: new and preempted ones.
 
-        Such requests are new or were preempted.
+        They then find no cached prefix that older weights computed.
         """
         for request in self._scheduler.requests.values():
             if request.num_computed_tokens == 0:
@@ -435,7 +435,7 @@ class WeightLoader:
         An adapter is merged into the model's own weights: W + s·B·A. Returns the names of parameters that
         were not replaced, or only in part, which vLLM itself would only log.
         """
-        logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)  # _missed finds what it would warn of
+        logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)  # _missed finds layers that lack weights
         given = WeightLayout.from_json(layout)
         file = WeightFile.open(path, given.nbytes)
         file.generation = generation
@@ -452,7 +452,7 @@ class WeightLoader:
         return missed
 
     def divide_logits(self, temperature: float) -> bool:
-        """Divide the logits by ``temperature`` from now on. Returns False if the model computes none."""
+        """Divide all logits by ``temperature`` from now on; return whether the model computes logits."""
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
         modules = self.get_model().modules()  # type: ignore[attr-defined]
@@ -474,7 +474,7 @@ def _missed(model: torch.nn.Module) -> Iterator[list[str]]:
     served = {name for name, _ in model.named_parameters()}
 
     def load_and_compare(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
-        # At this point quantization scales are gone, and tied weights have both of their names.
+        # Here the model has no quantization scales any more, and tied weights have both of their names.
         wanted = served & {name for name, _ in model.named_parameters()}
         loaded: set[str] | None = load(weights)
         missed.extend(sorted(wanted - loaded) if loaded is not None else [])
@@ -489,9 +489,9 @@ def _missed(model: torch.nn.Module) -> Iterator[list[str]]:
 
 
 def _is_filled_in_part(layer: torch.nn.Module) -> bool:
-    """Return whether a layer, during a reload, got some elements of its weights, but not all.
+    """Return whether a reload has given a layer some elements of its weights, but not all.
 
-    Padding does not count.
+    Elements that are padding do not count.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -528,7 +528,7 @@ def _merged(
 def _divided(
     temperature: float, _layer: torch.nn.Module, _inputs: object, logits: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Divide logits in float32, as the learner does: a forward hook. Some workers have no logits."""
+    """Divide logits in float32, as the learner does. This is a forward hook; some workers have no logits."""
     return None if logits is None else logits.float().div_(temperature)
 
 
@@ -599,7 +599,7 @@ def _repack_output_layers(model: torch.nn.Module) -> None:
     """Refresh the packed copy of the output layer that the CPU kernels use.
 
     vLLM 0.32 repacks a layer only if weights of its own were reloaded. An output layer that is tied to the
-    embeddings has none, and would silently go on with the old ones.
+    embeddings has no weights of its own, and would silently keep its old copy.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 

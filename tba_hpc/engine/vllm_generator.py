@@ -56,14 +56,14 @@ STEP_SECONDS = 0.05
 """Longest wait of ``step`` for a message from the engine, in seconds."""
 
 REBUILDS_WITHOUT_RESULT = 3
-"""Number of times in a row that a failed engine is replaced, without a finished group in between."""
+"""Largest number of times in a row that a failed engine is replaced without a finished group in between."""
 
 TRIES = 4
 """Number of times that a request gets NaN log-probabilities before the searcher gives up."""
 
 FEWER_GRAPHS = {"NONE": "", "PIECEWISE": "NONE"}
-"""Value of vLLM's cudagraph_mode to try next, by the value that gave NaN log-probabilities; empty: none.
-After any other value PIECEWISE is tried, which computes attention without CUDA graphs."""
+"""Value of vLLM's cudagraph_mode to try next, by the value that gave NaN log-probabilities. Empty: there is
+no other to try. After any other value PIECEWISE is tried, which computes attention without CUDA graphs."""
 
 FAILED, EXITED = "failed", "ended with exit status"
 """First words of ``EngineProcess.failure`` for an engine that ended by itself: after an exception that it
@@ -82,8 +82,8 @@ NO_GRAPHS = "generator.engine={compilation_config: {cudagraph_mode: NONE}}"
 """Setting, for a message, that turns CUDA graphs off."""
 
 LONGEST_COUNTED = 1.0
-"""Most seconds of silence that are counted against the engine between two calls of ``receive``. If more time
-passed, the searcher itself was suspended, and its engine is not to blame."""
+"""Longest silence of the engine, in seconds, that is counted between two calls of ``receive``. If more time
+has passed, the searcher itself was suspended, and its engine is not to blame."""
 
 EXIT_SECONDS, WORKERS_SECONDS, KILL_SECONDS = 1.0, 15.0, 30.0
 """Time limits, in seconds, for the end of an engine that has closed its socket, for the end of a dead
@@ -158,7 +158,7 @@ class VllmGenerator:
         self._graphs, self._graphs_asked = "NONE", ""  # cudagraph_mode in use, and the one asked for, if any
         self._sound: Load | None = None  # the last load whose weights were found to be finite
         self._tried: Counter[int] = Counter()  # number of NaN results by request
-        self._nan = ""  # reason to replace the engine by one with fewer CUDA graphs
+        self._nan = ""  # why the engine must be replaced by one with fewer CUDA graphs; empty: it need not
         self.version = 0
         self._loading = False
         self.load_seconds = 0.0
@@ -181,7 +181,7 @@ class VllmGenerator:
 
     @property
     def recompute_share(self) -> float:
-        """Share of all computed tokens that had been computed before, and were lost when weights changed."""
+        """Share of all computed tokens that were computed again, because a load discarded keys and values."""
         return self._recomputed / max(1, self._computed)
 
     def submit(self, request: Request) -> None:
@@ -200,7 +200,7 @@ class VllmGenerator:
             self._pass_on(self._submitted)
 
     def step(self) -> list[Group]:
-        """Return the groups finished since the last call, after waiting up to STEP_SECONDS for any message.
+        """Return the groups finished since the last call. Waits up to STEP_SECONDS for a message.
 
         An engine is replaced, and its requests start again, if it died, was silent for ``silence_seconds``,
         or was not built within ``start_seconds``. A group with NaN log-probabilities is sampled again.
@@ -420,9 +420,9 @@ def _key(part: str, keys: Sequence[str]) -> str:
 class EngineProcess:
     """The process of an engine, in a session of its own. Its output goes to the searcher's log.
 
-    Signals to the searcher's process group do not reach it. It ends when it is killed, or with the thread of
-    the searcher that started it. start_seconds: longest time until it is ready, in seconds. silence_seconds:
-    longest time without a message after that, in seconds. pid: its process id.
+    Signals to the searcher's process group do not reach it. It ends when it is killed, or when the thread
+    that started it ends. start_seconds: longest time until the engine is ready, in seconds. silence_seconds:
+    longest time without a message from a ready engine, in seconds. pid: id of the process.
     """
 
     def __init__(self, settings: EngineSettings, *, start_seconds: float, silence_seconds: float) -> None:
@@ -439,7 +439,7 @@ class EngineProcess:
             )
         assert self._process.stdin is not None, "it is a pipe"
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(settings.model_dump_json().encode())  # as arguments all users would see them
+            pipe.write(settings.model_dump_json().encode())  # all users of the node could see arguments
         self._channel = Channel(ours, ANSWERS)
         self._start_seconds = start_seconds
         self._silence_seconds = silence_seconds

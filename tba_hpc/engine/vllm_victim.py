@@ -21,7 +21,7 @@ class VllmVictim:
 
     The constructor starts the engine, and ``answers`` waits until it is built; ports.Serve explains the
     arguments. The engine ignores signals to the searcher's processes. It ends with the searcher, or with the
-    thread that made this object.
+    thread that called the constructor.
     """
 
     def __init__(
