@@ -168,7 +168,7 @@ def _require_room(batch: TrajectoryBatch, budget: int) -> None:
 
 
 def _filled(pieces: Sequence[np.ndarray], fits: Callable[[np.ndarray], bool]) -> list[list[np.ndarray]]:
-    """Put pieces, in order, into as few micro-batches as they fill; return the pieces of each micro-batch.
+    """Put pieces into micro-batches, in order; return the pieces of each micro-batch.
 
     A piece is an array of indices of rows of the batch. It goes to the last micro-batch, or to a new one if
     it does not fit there.

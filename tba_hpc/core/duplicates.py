@@ -74,7 +74,8 @@ class Duplicates:
         """Return which of all completions are similar to each new one, bool [N, M + N]; live ones come first.
 
         Two completions are similar if their edit distance, in tokens, is below a share of the sum of their
-        lengths, or if the cosine of their embeddings is above a limit. The config says which.
+        lengths, or if the cosine of their embeddings is above a limit. ``buffer.duplicates`` says which of
+        these rules holds, if any.
         """
         together, first = [*older, group], sum(map(len, older))
         match self._config.duplicates:

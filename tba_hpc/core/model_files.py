@@ -59,8 +59,8 @@ def fault(folder: Path) -> str | None:
 def unfit(folder: Path) -> str | None:
     """Return why a model's weights cannot be trained, and the remedy, as the end of a sentence, or None.
 
-    Quantized weights cannot be trained. Nor can a folder that holds an adapter, because transformers would
-    add it to the weights, and engines would not.
+    Quantized weights cannot be trained. Nor can weights in a folder with an adapter, because transformers
+    would add the adapter to them, and engines would not.
     """
     if (folder / "adapter_config.json").is_file():
         return (

@@ -42,7 +42,7 @@ longer, a searcher ends, because its trainer must be gone."""
 
 
 class Tokenizer(Protocol):
-    """Converter of text to tokens and back. Each object is used in one thread only."""
+    """Converter of text to tokens and back. Each tokenizer is used in one thread only."""
 
     eos_token_id: int
     vocab_size: int
@@ -417,9 +417,9 @@ class TrainerExchange(Protocol):
     def publish(self, publication: Publication, write: Write) -> bool:
         """Start a round of the exchange, which sends weights to the searchers and fetches their shards.
 
-        write: fills a buffer with the weights of ``publication``. Returns True if the round has started, or
-        False, with nothing written, while an earlier round is in progress. Raises ExchangeError, which names
-        the missing ranks, if the earlier round has exceeded its deadline.
+        write: function that fills a buffer with the weights of ``publication``. Returns True if the round has
+        started, or False, with nothing written, while an earlier round is in progress. Raises ExchangeError,
+        which names the missing ranks, if the earlier round has exceeded its deadline.
         """
 
     def gather(self) -> bool:
@@ -482,4 +482,7 @@ class EngineError(RuntimeError):
 
 
 class ExchangeError(RuntimeError):
-    """Raised if a rank is missing; the message names it, how long it was waited for, and the likely cause."""
+    """Raised if a rank is gone or does not deliver in time.
+
+    The message names the rank, how long it was waited for, and the likely cause.
+    """

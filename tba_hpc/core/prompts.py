@@ -77,8 +77,8 @@ class CompletedRequests:
         """Yield, without end, the ids ≡ ``place`` (mod ``places``) of requests that are not yet completed.
 
         Ids ascend. A searcher issues the requests of its place. As a rule no other searcher has that place,
-        so no request is issued twice in an attempt. The next searcher with this place, or after a resume all
-        searchers, even with another number of places, issue again what is not completed.
+        so no request is issued twice in an attempt. What is not completed is issued again, by the next
+        searcher with this place or by the searchers after a resume, even if the number of places has changed.
         """
         return (request_id for request_id in itertools.count(place, places) if request_id not in self)
 

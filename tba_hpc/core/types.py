@@ -97,7 +97,7 @@ class Resource:
     """A model, data set or file that a config names.
 
     key: config key that names it. name: its name on the hub, or its path. subset: configuration of a data
-    set that has several.
+    set that has several configurations.
     """
 
     kind: ResourceKind

@@ -451,9 +451,10 @@ class DeepSpeedLearner:
         return partial(self._write_files, folder, self._snapshot.take())
 
     def _write_files(self, folder: Path, files: Sequence[Callable[[], SummedFile]]) -> str:
-        """Write and flush this rank's files; return the checkpoint's list of files.
+        """Write and flush this rank's files; return the lines that list the files of all ranks.
 
-        The list has the lines of all ranks. Raises StateError or DiskFullError if any rank failed.
+        The lines are for the checkpoint's list of files. Raises StateError or DiskFullError if any rank
+        failed.
         """
         lines, fault, full = "", "", False
         try:
@@ -572,7 +573,7 @@ def _packed(batch: TrajectoryBatch, rows: np.ndarray, layout: Layout) -> Packed:
 def _means(outputs: Sequence[ObjectiveOutput], of_groups: int) -> dict[str, Tensor]:
     """Return what this rank contributes to the batch's mean loss and metrics, by name, as float64 scalars.
 
-    outputs: the objective's output for each micro-batch of this rank. of_groups: number of groups of the
+    outputs: the objective's output for each part that this rank computed. of_groups: number of groups of the
     whole batch.
     """
     means = dict[str, Tensor]()

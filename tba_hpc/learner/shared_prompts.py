@@ -57,7 +57,10 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(value_RF: Tensor, places: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the rows at each of ``places``, as [*shape, F] with gradient. places: int64, of any shape."""
+    """Return the rows of ``value_RF`` at each of ``places``, as [*shape, F] with gradient.
+
+    places: int64 tensors of any shape, each with indices of rows.
+    """
     if not value_RF.requires_grad:  # torch cannot compile a Function without gradient
         return tuple(value_RF.index_select(0, at.flatten()).unflatten(0, at.shape) for at in places)
     gathered: tuple[Tensor, ...] = _Gather.apply(value_RF, *places)
@@ -77,9 +80,9 @@ def attend_by_sequence(
 ) -> tuple[Tensor, None]:
     """Compute attention within each sequence, [1, R, H, d]. This is an attention function of transformers.
 
-    Keys and values may have fewer heads than queries. packed: the sequences' places in the row; None: the row
-    is one sequence, and transformers' "sdpa" is used, with ``attention_mask``. Raises ConfigError if the mask
-    is NO_MASK, because then a layer has lost ``packed``.
+    Keys and values may have fewer heads than queries. packed: indices of the sequences in the row; None: the
+    row is one sequence, and transformers' "sdpa" is used, with ``attention_mask``. Raises ConfigError if the
+    mask is NO_MASK and ``packed`` is None, because the model has not passed ``packed`` on.
     """
     if packed is None:
         if attention_mask is not None and attention_mask.shape[-1] == 0:

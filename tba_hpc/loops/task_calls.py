@@ -35,8 +35,8 @@ class TaskCalls:
     task: name of the task's class, for errors. seconds: time limit of a call, halved after each call that
     hangs. All hanging calls together thus take less than twice ``seconds``, so that the searcher reports the
     cause before other ranks give up on it. noted: function from a call's name to a context manager, in which
-    the call runs, such as ``run.underway.Underway``, which keeps the name on disk in case the call ends the
-    process.
+    the call runs, such as an object of ``run.underway``, which keeps the name on disk in case the call ends
+    the process.
     """
 
     def __init__(

@@ -176,8 +176,8 @@ class ObjectiveOutput:
     """Loss of each completion, and metrics.
 
     loss_BK: loss summed over a completion's tokens, with gradient; ``make_objective`` then divides it by the
-    config's normaliser. metrics: detached scalars, each a mean over the completions. The loss and the metrics
-    of a batch are therefore means over its micro-batches, weighted by their numbers of groups.
+    config's normaliser. metrics: detached scalars, each a mean over the completions. If the groups of a batch
+    are computed in parts, its loss and metrics are means over the parts, weighted by their numbers of groups.
     """
 
     loss_BK: Tensor
@@ -276,6 +276,6 @@ def token_share(acts_BKL: Tensor, groups: Groups) -> Tensor:
     """Return the share of sampled tokens at which ``acts_BKL`` (bool) is True, as a scalar.
 
     The number of such tokens per completion is divided by ``groups.mean_tokens``, a mean over the whole
-    batch. The mean of the results for its micro-batches is therefore the share in the batch.
+    batch. The mean of the results for all parts of a batch is therefore the share in the batch.
     """
     return (acts_BKL & groups.mask_BKL).sum(2).double().mean() / groups.mean_tokens

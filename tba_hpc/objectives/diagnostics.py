@@ -1,6 +1,6 @@
 """Measures of how far a batch's completions are from the policy that learns from them, for any objective.
 
-``moments`` computes means over completions, which can be averaged over micro-batches and ranks. From the
+``moments`` computes means over completions, which can be averaged over the batch's parts and ranks. From the
 moments of the whole batch, ``figures`` computes what is logged.
 """
 

@@ -39,7 +39,7 @@ def own_objective(section: OwnObjective) -> Objective:
 
     def objective(groups: Groups, beta: float) -> ObjectiveOutput:
         losses = []
-        for group in groups.one_by_one():  # so that no mean depends on micro-batches
+        for group in groups.one_by_one():  # so that no mean depends on other groups
             loss_1K = loss(group, beta)
             _require_loss(key, loss_1K, group)
             losses.append(loss_1K)

@@ -64,7 +64,7 @@ def grpo(
 
     second_moment_limit: use M2PO's mask (``second_moment_mask``) with this limit instead of the clip; None:
     clip. M2PO's paper masks within a batch. Here each group is masked alone, so that results do not depend on
-    micro-batches.
+    which groups are computed together.
 
     Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value),
     clip_share (share of tokens that are masked, or whose clipped term is the smaller one).
