@@ -51,7 +51,7 @@ RECORD = np.dtype(
         ("reward", "<f4"),
         ("version_oldest", "<i4"),  # version of the weights (optimizer steps) that sampled the first token
         ("version_newest", "<i4"),  # version of the weights that sampled the last token
-        ("truncated", "u1"),  # 0: ended by itself; 1: cut off at the limit of tokens; 2: of turns
+        ("truncated", "u1"),  # 0: ended by itself; 1: at the limit of tokens; 2: at the limit of turns
         ("reference", "<i4"),  # step of the policy that gave ref_logprobs (0: the initial one), or BEHAVIOUR
     ]
 )
@@ -542,7 +542,7 @@ class TrajectoryBatch(Trajectories):
         return self.actions.lengths
 
     @property
-    def length_N(self) -> np.ndarray:  # int64: of prompt and completion together
+    def length_N(self) -> np.ndarray:  # int64: tokens of prompt and completion together
         return self.prompt_length_N + self.completion_length_N
 
     @property

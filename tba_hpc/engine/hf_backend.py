@@ -27,7 +27,7 @@ class HfBackend:
     day: date
 
     def tokenizer(self) -> Tokenizer:
-        """Load the tokenizer from the model's folder."""
+        """Load the model's tokenizer."""
         from tba_hpc.learner.hf_model import load_tokenizer
 
         return load_tokenizer(self.config.model.path, day=self.day)

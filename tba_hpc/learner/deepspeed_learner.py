@@ -292,7 +292,7 @@ class DeepSpeedLearner:
             parameters["lr"] = learning_rate
         self._side.delay_changes()
         self._engine.step()
-        totals = self._group.total(torch.stack(list(means.values())).cpu().numpy())  # our only wait for a GPU
+        totals = self._group.total(torch.stack(list(means.values())).cpu().numpy())  # the only wait for a GPU
         if self._engine.was_step_applied():
             self._skipped.taken()
         else:
@@ -595,7 +595,7 @@ def _unwritable(folder: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # torch's writer raises either
         if is_lost_peer(error) or isinstance(error, DiskFullError):
             raise
-        full = is_disk_full(error)  # torch's message for this does not say so
+        full = is_disk_full(error)  # torch's own message does not say this
         why = "the disk or quota is full" if full else error
         raise (DiskFullError if full else StateError)(
             f"cannot write the checkpoint {folder} ({why}); free space or raise the quota, then start "
@@ -654,7 +654,7 @@ def _require_accepted(settings: dict[str, Any]) -> None:
     """Raise ConfigError if DeepSpeed refuses the settings, which include those of train.deepspeed."""
     try:
         deepspeed.DeepSpeedConfig(settings)
-    except (ValueError, DeepSpeedConfigError) as error:  # a ValueError of pydantic has several lines
+    except (ValueError, DeepSpeedConfigError) as error:  # pydantic's errors have several lines
         said = " ".join(str(error).partition(" [type=")[0].split())
         raise ConfigError(
             f"DeepSpeed refuses train.deepspeed: {said}; correct the setting, or leave it out"

@@ -188,7 +188,7 @@ class EvaluatorLease:
 class ElasticStay:
     """An elastic searcher's participation in a run, from joining to leaving.
 
-    stop_asked: returns whether a signal has asked the searcher to leave.
+    stop_asked: function that returns whether a signal has asked the searcher to leave.
     """
 
     run: RunDir

@@ -159,7 +159,7 @@ class Freshness:
     def note_elastic_leases(self, elastic_leases: Callable[[], Mapping[int, int]]) -> None:
         """Tell the rollout budget, if there is one, which elastic searchers are present.
 
-        elastic_leases: returns the leases of the present elastic searchers, by searcher.
+        elastic_leases: function that returns the lease of each present elastic searcher, by searcher.
         """
         if self._budget:
             self._budget.note_leases(elastic_leases())
@@ -263,14 +263,14 @@ class RolloutBudget:
         self._last_step = config.train.steps
         self._launch = config.launch
         self._own = range(config.launch.searchers)  # places of the run's own searchers
-        self._elastic = range(config.launch.searchers, config.launch.places)  # of elastic searchers
-        # By set of places: the first request that these may not issue yet.
+        self._elastic = range(config.launch.searchers, config.launch.places)  # those of elastic searchers
+        # For each set of places the first request that these places may not issue yet.
         self._ends = {self._own: 0, **{_only(place): place for place in self._elastic}}
-        self._leases = dict[int, int]()  # of the elastic searchers at work, by place
-        self._granted = dict[int, int]()  # leases at the last grant, by place
+        self._leases = dict[int, int]()  # lease of each present elastic searcher, by place
+        self._granted = dict[int, int]()  # the same, as it was at the last grant
         self._excluded = set[int]()  # places from which nothing is expected until they deliver
         self._completed = CompletedRequests.from_array(completed.to_array())
-        self._unanswered: dict[int, int] = {}  # version at the grant, by request, oldest first
+        self._unanswered: dict[int, int] = {}  # version that granted each request, oldest first
 
     @property
     def end(self) -> int:

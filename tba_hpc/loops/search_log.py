@@ -65,7 +65,7 @@ class Sums:
     gap: float = 0.0
     """Sum of |log π_engine − log π_learner| over the ``checked`` tokens, nats."""
 
-    # Of the searcher's loop
+    # From the searcher's loop
     generated: int = 0
     """Number of tokens that the engine sampled, evaluations included."""
     load_seconds: float = 0.0

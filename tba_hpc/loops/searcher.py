@@ -30,10 +30,10 @@ class Searcher:
     """One searcher's loop, which keeps one engine busy.
 
     requests: the training requests that this searcher issues, in order. report: function that receives this
-    searcher's part of an evaluation. stop_asked: returns whether a signal has asked this process to stop.
-    sequences: requests are submitted while fewer completions than this are in flight. pending_shards: number
-    of offered and unmerged shards at which generation pauses. log_seconds: interval of lines of metrics, in
-    seconds. weights_in_use: function called each time the engine has loaded weights.
+    searcher's part of an evaluation. stop_asked: function that returns whether a signal has asked this
+    process to stop. sequences: requests are submitted while fewer completions than this are in flight.
+    pending_shards: number of offered and unmerged shards at which generation pauses. log_seconds: interval
+    of lines of metrics, in seconds. weights_in_use: function called each time the engine has loaded weights.
     """
 
     generator: Generator
@@ -201,7 +201,7 @@ class Searcher:
         now = time.monotonic()
         seconds, self._logged = now - self._logged, now
         spent = self._clock.reset()
-        before = self._busy_seconds  # what exceeds the interval counts in the next records
+        before = self._busy_seconds  # seconds beyond the interval count in later records
         self._busy_seconds = min(self.generator.busy_seconds, before + seconds)
         self.metrics.log(
             {

@@ -35,7 +35,7 @@ class StepLog:
     longest_step: float = 0.0
     clock: Clock = field(default_factory=Clock)
     _steps: int = 0
-    _wall: float = 0.0  # duration of the steps after the first WARMUP_STEPS, s
+    _wall: float = 0.0  # duration of the steps after the first WARMUP_STEPS, in seconds
     _learning: float = 0.0  # seconds of _wall spent in the learner
 
     def write(self, step: int, batch: TrajectoryBatch, learned: Mapping[str, float]) -> float:

@@ -43,8 +43,9 @@ class Trainer:
     """The leading trainer's loop, from ``state`` (fresh or restored) to ``config.train.steps``.
 
     saved: state in the newest checkpoint. ``state`` may be newer, because pending shards have been merged
-    since. stop_asked: returns whether a signal has asked this process to stop. elastic_leases: returns the
-    leases of the present elastic searchers, by searcher. job_end: time at which the job ends, unix seconds.
+    since. stop_asked: function that returns whether a signal has asked this process to stop. elastic_leases:
+    function that returns the lease of each present elastic searcher, by searcher. job_end: time at which the
+    job ends, unix seconds.
     """
 
     config: Config
@@ -64,7 +65,7 @@ class Trainer:
     _last_arrival: float = 0.0  # when new completions arrived last, by the monotonic clock; 0: never
 
     def __post_init__(self, saved: TrainerState) -> None:
-        self.job_end += time.monotonic() - time.time()  # by the monotonic clock, which nobody sets
+        self.job_end += time.monotonic() - time.time()  # now on the monotonic clock, which nobody sets
         self._merger = Merger(self.buffer, self.completed, self.freshness, self.metrics)
         self._schedule = PublishSchedule(self.config, self.freshness, self.state.step)
         self._step_log = StepLog(self.config.train, self.buffer, self.metrics, self._schedule)

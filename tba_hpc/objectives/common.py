@@ -264,10 +264,10 @@ def second_moment_mask(log_ratio_BKL: Tensor, advantage_BK1: Tensor, limit: floa
     """
     log_ratio_BKL = log_ratio_BKL.detach()
     beyond_BT = (log_ratio_BKL * advantage_BK1 > 0).flatten(1)
-    square_BT = log_ratio_BKL.flatten(1).square().where(beyond_BT, math.inf)  # ∞: kept, and sorted last
+    square_BT = log_ratio_BKL.flatten(1).square().where(beyond_BT, math.inf)  # ∞ is sorted last
     rising_BT, order_BT = square_BT.sort(dim=1)
     count_T = torch.arange(1, square_BT.shape[1] + 1, device=square_BT.device)
-    within_BT = rising_BT.cumsum(1) / count_T <= limit  # the running means rise: True, then False
+    within_BT = rising_BT.cumsum(1) / count_T <= limit  # running means rise: True, then False
     stays_BT = torch.empty_like(beyond_BT).scatter(1, order_BT, within_BT)
     return (stays_BT | ~beyond_BT).view(log_ratio_BKL.shape)
 
