@@ -33,14 +33,14 @@ def at_once(task: Callable[[], T]) -> Future[T]:
 class Worker:
     """Daemon thread that makes the submitted calls one after another.
 
-    exit_seconds: longest time that the process waits for unfinished calls when it exits; 0: no wait.
+    exit_seconds: longest time that an exiting process waits for unfinished calls, in seconds; 0: no wait.
     """
 
     def __init__(self, name: str, *, exit_seconds: float = 0) -> None:
         self._given: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True, name=name)
         self._thread.start()
-        if exit_seconds:  # libraries may abort a process whose threads still run
+        if exit_seconds:  # some libraries abort a process that exits while a thread runs
             atexit.register(self.close, exit_seconds)
 
     @property

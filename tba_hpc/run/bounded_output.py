@@ -6,11 +6,11 @@ import sys
 from io import TextIOWrapper
 
 MOST_OUTPUT = 16 << 20
-"""Maximum number of characters that a rank may print to each of stdout and stderr, log records aside."""
+"""Maximum number of characters that a rank may print to each of stdout and stderr. Logs do not count."""
 
 
 class BoundedOutput(TextIOWrapper):
-    """Text stream that passes on its first ``most`` characters, then one remark, and drops the rest."""
+    """Text stream that passes on its first ``most`` characters, adds a remark, and drops the rest."""
 
     def __init__(self, stream: TextIOWrapper, most: int) -> None:
         super().__init__(stream.buffer, stream.encoding, stream.errors, line_buffering=True)
@@ -31,7 +31,7 @@ class BoundedOutput(TextIOWrapper):
 
 
 def bound_output() -> None:
-    """Limit what this process prints from now on, except logs if ``logging`` has been set up before."""
+    """Limit what this process prints from now on. Logs are exempt if ``logging`` was set up before."""
     sys.stdout, sys.stderr = (
         BoundedOutput(stream, MOST_OUTPUT) if isinstance(stream, TextIOWrapper) else stream
         for stream in (sys.stdout, sys.stderr)

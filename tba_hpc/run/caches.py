@@ -24,19 +24,22 @@ TRITON_CACHE_DIR and similar variables to folders inside it."""
 DATA_ALONE: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 """Arguments that make ``extractall`` refuse device files and links that lead out of the folder.
 
-Python 3.11.3 and older lack this filter. That is safe, because only this user wrote the archive.
+Python 3.11.3 and older lack this filter. Archives are safe without it, since only this user wrote them.
 """
 
 ARCHIVE = "TBA_COMPILED"
-"""Environment variable that names a tar file in the run directory: one node's folder of compiled code."""
+"""Environment variable that names the archive, a tar file in the run directory.
+
+The archive holds what one node has compiled, for the run's other nodes and for restarts.
+"""
 
 
 def keep_caches_private(environment: MutableMapping[str, str]) -> None:
     """Make the folder that CACHES names, from the archive if there is one.
 
-    If the folder cannot be made, or exists and is not this user's alone, a new temporary folder replaces it:
-    all variables of ``environment`` that name paths in the folder are changed. Another user may have made the
-    folder, because its name can be guessed and its parent, such as /tmp, may be open to all.
+    If the folder cannot be made, or exists and is not this user's alone, a new temporary folder is used, and
+    all variables of ``environment`` with paths in the old one are changed. Another user may have made the old
+    one, because its name can be guessed and its parent, such as /tmp, may be open to all.
     """
     folder = environment.get(CACHES)
     if folder and (archive := environment.get(ARCHIVE)):
@@ -71,7 +74,7 @@ def pack_caches(environment: Mapping[str, str]) -> None:
 
 
 def _unpack(archive: Path, folder: Path) -> None:
-    """Unpack the archive as ``folder`` if only this user can have written it.
+    """Unpack the archive as ``folder``, unless that exists or another user may have written the archive.
 
     The folder appears only when it is complete, because other ranks of the node may unpack at the same time.
     """

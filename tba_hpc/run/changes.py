@@ -1,4 +1,4 @@
-"""Changes that a resume makes to a run's config: which ones, their consequences, and the event about them."""
+"""Finds which keys of a run's config a resume changes, says what follows from that, and logs an event."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def create(config: Config) -> RunDir:
     """Make or resume the run directory of a config; log an event ``changed`` if a resume changes keys.
 
     If the run has produced nothing, the config may name another model or other prompts. The digests of the
-    earlier model and prompts are then deleted, unless searchers of the run are alive. Those still use the
-    earlier ones, so the digests stay, and ranks refuse a config that names others.
+    earlier model and prompts are then deleted, unless searchers of the run are alive. Such searchers still
+    use the earlier ones, so the digests stay, and ranks refuse a config that names others.
 
     Raises the ConfigErrors of ``RunDir.create`` and ``refuse_steps_behind``.
     """
@@ -72,7 +72,7 @@ def changes(run: RunDir, config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def consequences(run: RunDir, config: Config) -> str:
-    """Return a sentence that names the changes and their consequences; empty if there are none."""
+    """Return a sentence about what a resume with ``config`` changes and what follows; "" without changes."""
     changed = changes(run, config)
     if not changed:
         return ""

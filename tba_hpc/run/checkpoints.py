@@ -107,8 +107,8 @@ class Checkpoints:
     A checkpoint holds the learner's files, of which each trainer rank writes its part; the replay buffer; the
     completed requests; and the trainer's state.
 
-    write_arrays: function that writes arrays to a file and makes it durable. kept_share: share of the shards
-    to keep for inspection when no checkpoint needs them any more, 0…1; see ``pruning.prune``.
+    write_arrays: function that writes arrays to a file and makes it durable. kept_share: share, 0…1,
+    of the shards that are kept for inspection when no checkpoint needs them; see ``pruning.prune``.
     """
 
     run: RunDir
@@ -127,12 +127,12 @@ class Checkpoints:
     ) -> Future[TrainerState]:
         """Copy what a checkpoint holds, and write the copies in a thread, while training goes on.
 
-        Afterwards the thread deletes shards and references that no kept checkpoint needs. Only one save may
-        run at a time. On a full disk nothing of the checkpoint stays.
+        Afterwards the thread deletes references that no kept checkpoint needs, and has another thread delete
+        such shards. Only one save may run at a time. On a full disk nothing of the checkpoint stays.
 
         files: by file name, a function that returns the file's arrays; the thread calls it. records: function
         that makes the metrics durable, called before the checkpoint is completed. Returns a future of the
-        state that the checkpoint holds; it raises DiskFullError, StateError or ExchangeError.
+        state that the checkpoint holds; the future raises DiskFullError, StateError or ExchangeError.
         """
         began = time.monotonic()
 
@@ -152,7 +152,7 @@ class Checkpoints:
                 seconds = max(state.save_seconds, time.monotonic() - began)
                 saved = replace(state, save_seconds=seconds)
                 cursors = complete_checkpoint(self.run, folder, saved, keep=self.keep, known=known)
-                # In a thread of its own, so that the next save does not wait for many slow deletions.
+                # Another thread deletes the shards, so that the next save does not wait for slow deletions.
                 pruned = self._pruner.submit(partial(prune, self.run, cursors, self.kept_share))
                 pruned.add_done_callback(Future.result)  # logs an error with its traceback
                 prune_references(self.run)
@@ -174,7 +174,7 @@ class Checkpoints:
 
 @contextmanager
 def _or_nothing(run: RunDir) -> Iterator[None]:
-    """If the block fails because the disk is full, remove the unfinished checkpoint; raise DiskFullError."""
+    """If the disk is full in the block, remove the unfinished checkpoint and raise DiskFullError."""
     try:
         yield
     except OSError as error:
@@ -196,7 +196,7 @@ def begin_checkpoint(run: RunDir, step: int) -> Path:
     Its name is ``step-000400``. If that step has a complete checkpoint, because the run was stopped right
     after a resume, the name is ``step-000400.1`` and so on. A complete checkpoint is never overwritten.
     """
-    end_if_superseded()  # before the removal: an unfinished checkpoint may be that of a successor
+    end_if_superseded()  # before the removal: a successor may be writing the unfinished checkpoint
     _remove_unfinished(run)
     name = f"step-{step:06d}"
     saves = [int(folder.suffix[1:] or 0) for folder in run.checkpoints.glob(f"{name}*")]
@@ -214,7 +214,7 @@ def _remove_unfinished(run: RunDir) -> None:
 def _remove(folder: Path) -> None:
     """Delete a folder. If that fails, log a warning; the next checkpoint tries again.
 
-    On NFS it fails while anybody, such as a backup, has one of the files open.
+    On NFS the deletion fails while anybody, such as a backup, has one of the files open.
     """
     try:
         remove(folder)
@@ -274,8 +274,8 @@ def _oldest_state(run: RunDir) -> TrainerState:
 def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
     """Map each damaged checkpoint that is newer than the newest intact one to its fault.
 
-    Reads every byte of these and of the intact one, but no older checkpoint. Raises StateError if there are
-    checkpoints, but none is intact.
+    Reads every byte of the damaged ones and of the newest intact one, but no older checkpoint. Raises
+    StateError if there are checkpoints, but none is intact.
     """
     folders, newest = checkpoint_folders(run, complete=True), _named_newest(run)
     faults = {newest: GONE} if newest and not newest.exists() else {}
@@ -295,9 +295,9 @@ def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
 
 
 def misplaced(run: RunDir, folder: Path, state: TrainerState) -> str:
-    """Return a fault if a checkpoint is of another run, or of another step than its folder's name says.
+    """Return a fault if a checkpoint belongs to another run, or to another step than its folder's name says.
 
-    If neither is the case, the result is "". state: state in the checkpoint of ``folder``.
+    Returns "" for a checkpoint in its place. state: the state in the checkpoint ``folder``.
     """
     if of_two_runs(state.run, run.identity):
         return "it is a checkpoint of another run"

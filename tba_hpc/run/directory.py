@@ -46,10 +46,10 @@ SEARCHERS_FIRST = "TBA_SEARCHERS_FIRST"
 """Environment variable that is "1" if MPI numbers the searchers before the trainers."""
 
 PER_START = ("launch.", "run.root")
-"""Prefixes of the config keys that each start sets for itself: how it launches, and where the run lies."""
+"""Prefixes of the config keys that each start sets for itself: how to launch, and where the run lies."""
 
 INPUTS = ("model.path", "task.train_file", "task.test_file")
-"""Config keys of a run's inputs, which may be moved: every start checks their contents (``run.inputs``)."""
+"""Config keys of input paths. They may change, because every start checks the contents (``run.inputs``)."""
 
 CONFIG_HEADER = "# Written by tba-hpc; keys are changed with --set. blake3="
 """Beginning of the first line of config.yaml, which ends with a checksum of the lines after it."""
@@ -87,7 +87,7 @@ class RunDir:
     path: Path
 
     format_file = _Below("format")
-    """Holds the FORMAT of everything in the directory."""
+    """Holds the number FORMAT, which describes everything in the directory."""
     identity_file = _Below("identity")
     """Holds the random number that identifies the run. Its shards and checkpoints hold the same number."""
     config_file = _Below("config.yaml")
@@ -135,8 +135,8 @@ class RunDir:
     def create(cls, config: Config) -> RunDir:
         """Make ``config.run_dir``, or resume the run in it. Sets the process's umask to 077.
 
-        A resume may change the config in keys marked ``MayChange``; the old config is then moved to the
-        ``history``. If a finished run gets more steps, its summary is moved there, too.
+        A resume may change keys marked ``MayChange``, and INPUTS that were moved. The old config is then
+        copied to ``history``. If a finished run gets more steps, its summary is moved there, too.
 
         Raises ConfigError if the config differs in any other key, unless the run has produced nothing; if the
         directory holds something other than a run; or if it cannot be written.
@@ -228,7 +228,7 @@ class RunDir:
     def came_to_nothing(self) -> bool:
         """True if no start has taken a step, or produced a shard, checkpoint, reference or evaluation.
 
-        Published weights in files count, too: if the model changed, a searcher would load the old model's.
+        Weights published as files count, too: if the model changed, a searcher would load the old weights.
         """
         made = (self.shards, self.weights, self.checkpoints, self.references, self.evaluations)
         return not self.has_learned and not any(
@@ -258,7 +258,7 @@ class RunDir:
     def _refuse_another_owner(self, us: int) -> None:
         """Raise ConfigError if the directory does not belong to user id ``us``, the owner of new files in it.
 
-        This happens if root writes in another user's directory; that user could replace what root runs.
+        They differ if root writes in another user's directory; that user could then replace what root runs.
         """
         if self.path.exists() and (owner := self.path.stat().st_uid) != us:
             raise ConfigError(
@@ -317,20 +317,21 @@ class RunDir:
         self._freeze(config)
 
     def _freeze(self, config: Config) -> None:
-        """Write the frozen config; first copy the previous one, if there is one, to the history."""
+        """Write the frozen config. If the run has produced something, first ``_keep`` the previous one."""
         if self.config_file.exists() and not self.came_to_nothing:
             self._keep(self.config(), config)
         text = dump_config(config)
         write_atomic(self.config_file, f"{CONFIG_HEADER}{_checksum(text)}\n{text}")
 
     def _keep(self, old: Config, new: Config) -> None:
+        """Copy the old config to the history, unless only PER_START keys change; reopen a finished run."""
         if all(key.startswith(PER_START) for key in differences(old, new)):
             return
         self.history.mkdir(exist_ok=True)
         number = 1 + len(list(self.history.glob("config-*.yaml")))
         write_atomic(self.history / f"config-{number:04d}.yaml", dump_config(old))
-        # Before the new config is written: if killed in between, the old number of steps holds, and a resume
-        # only finishes the run again.
+        # The new config is written after this. If this process is killed in between, the old number of steps
+        # holds, and a resume only finishes the run again.
         if self.finished and new.train.steps > old.train.steps:
             with suppress(FileNotFoundError):  # the run may have been killed before it wrote its summary
                 self.summary.rename(self.history / f"summary-{number:04d}.json")
@@ -456,12 +457,12 @@ class RunDir:
 
 
 def of_two_runs(one: int, other: int) -> bool:
-    """Return whether two identities certainly belong to different runs; 0 is unknown, and fits every run."""
+    """Return whether two identities belong to different runs; False if one is unknown (0)."""
     return bool(one and other) and one != other
 
 
 def _is_moved(key: str, was: object, now: object) -> bool:
-    """Return whether the key is one of INPUTS, whose old value no longer exists, while the new one does."""
+    """Return whether ``key`` is one of INPUTS, its old path no longer exists, and its new path does."""
     paths = key in INPUTS and isinstance(was, str) and isinstance(now, str)
     return paths and not Path(str(was)).exists() and Path(str(now)).exists()
 
@@ -482,7 +483,7 @@ def _shards_in(folder: Path, suffix: str) -> dict[ShardKey, Path]:
 def _numbers(folder: Path, prefix: str, suffix: str, *, digits: int) -> list[int]:
     """Return the numbers in file names of the form ``{prefix}{number}{suffix}``, ascending.
 
-    A number has zeros in front up to ``digits`` digits. The list is empty if the folder does not exist.
+    Numbers are padded with zeros to ``digits`` digits. The list is empty if the folder does not exist.
     """
     try:
         names = listing(folder)

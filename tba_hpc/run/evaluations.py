@@ -28,7 +28,7 @@ from tba_hpc.run.files import if_available, read_regular, remove, write_atomic
 log = logging.getLogger(__name__)
 
 PART = re.compile(r"searcher-\d+-of-(\d+)\.json")
-"""File name of a part. What the brackets match is the number of searchers that share the evaluation."""
+"""File name of a part. Its group is the number of searchers that share the evaluation."""
 
 SUMMED = ("correct", "cut_correct", "total", "tokens", "truncated", "graded", "rewards", "squares")
 """Fields of an evaluation that are sums over its answers, so that joining two parts adds them."""
@@ -54,7 +54,7 @@ class Answer:
 class Evaluation:
     """Results of evaluating the weights of ``step`` on a split: one searcher's part, or the whole.
 
-    correct, total: number of correct answers, and of all. truncated: number of answers that a limit of tokens
+    correct, total: numbers of correct and of all answers. truncated: number of answers that a limit of tokens
     or turns cut off; cut_correct: how many of these are correct. tokens: number of tokens that the policy
     sampled. ref_logprob: their summed log π_ref in nats; None without a reference model. graded: number of
     answers with a reward; rewards, squares: sums of these rewards and of their squares. score_name: the
@@ -207,7 +207,7 @@ def discard_evaluations(run: RunDir, *, after: int) -> None:
 
 
 def _keep_whole(run: RunDir, whole: Evaluation) -> None:
-    """Replace the parts by the joined file. Two searchers may do so at once."""
+    """Replace the parts of an evaluation by the joined file. Two searchers may do so at the same time."""
     path = _whole_file(run, whole.split, whole.step)
     if not _read(path):
         write_atomic(path, json.dumps(asdict(whole)))
@@ -247,7 +247,7 @@ def _part_names(folder: Path) -> set[str]:
 
 
 def _if_there(read: Callable[[], Result], *, otherwise: Result) -> Result:
-    """Return ``read()``, or ``otherwise`` if the file or folder is missing or the file server unreachable."""
+    """Return ``read()``, or ``otherwise`` if the file or folder is missing or its server does not answer."""
     with suppress(FileNotFoundError):
         return if_available(read, otherwise=otherwise)
     return otherwise

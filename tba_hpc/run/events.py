@@ -30,8 +30,8 @@ def this_job() -> str:
 def log_event(run: RunDir, event: str, **extra: object) -> None:
     """Append an event to ``events.jsonl``: a JSON object with the following keys, and those of ``extra``.
 
-    time: unix seconds. event: its kind, of the table below. job: see ``this_job``.
-    restarts: how often that job has been requeued.
+    time: unix seconds. event: kind of the event, from the table below. job: see ``this_job``.
+    restarts: how often this job has been requeued.
 
     ===========  ====================================================================================
     event       when it happens, and its extra keys
@@ -41,7 +41,7 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
     allocated   a batch script begins, for the first time or after a requeue; ``nodes``: "node1,node2"
     changed     a resume brings another config; ``keys``: {"train.steps": [80, 2000]}, old and new values
     start       the ranks are about to be started; ``attempt``: "attempt-003", ``trainers``, ``searchers``
-    failed      the ranks ended badly; ``code``: exit status
+    failed      a rank failed, and all ranks have ended; ``code``: exit status
     aborted     the user killed the ranks by pressing Ctrl-C twice
     stopped     the ranks ended because they were asked to, or because the job's time was over
     signal      the batch script, or ``tba run``, was asked to stop
@@ -84,8 +84,8 @@ def resume_command(run: RunDir, events: Sequence[Mapping[str, Any]], *, job: str
     """Return the command that resumes the run: ``tba run``, or its last ``tba submit`` or ``sbatch``.
 
     If a run has a job, but no event holds its command, the result is a ``tba submit`` with the number of the
-    job's nodes, or the letter N if that is unknown. events: all of the run's, in order. They name its job; if
-    there are no events, ``job`` is taken: the id of the run's job, or "" if it has none.
+    job's nodes, or the letter N if that is unknown. events: all events of the run, in order.
+    job: id of the run's job, or "" if it has none; used only if there are no events, which name the job.
     """
     typed = [str(event["command"]) for event in events if "command" in event]
     if typed and (events[-1]["job"] or "command" in events[-1]):

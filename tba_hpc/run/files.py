@@ -29,7 +29,7 @@ UNAVAILABLE = frozenset(
 """Error numbers of a file system whose server does not answer, or that is read-only until it is repaired."""
 
 FULL_BYTES = 1 << 20
-"""Free space below which a disk counts as full, bytes."""
+"""Free space below which a disk counts as full, in bytes."""
 
 DISK_RETRY_SECONDS = 0.5
 """Pause before a retry, in seconds."""
@@ -57,7 +57,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def refused_file(error: OSError) -> str:
-    """Return a sentence for the user if a file lacked space or permission; "" for other errors."""
+    """Return a sentence for the user if an error means a lack of space or permission; "" for other errors."""
     name, reason = error.filename2 or error.filename, error.strerror
     if name and error.errno in FULL_DISK:
         return f"{name} cannot be written ({reason}): free space, or raise the quota or the limit (ulimit -f)"
@@ -71,8 +71,8 @@ def publish(path: Path, *pieces: bytes | memoryview, replace: bool = True) -> No
 
     Writes a temporary file beside it, calls fsync, renames the file, and calls fsync on the folder.
 
-    replace: whether ``path`` may exist. With False exactly one of any number of writers, on any hosts,
-    succeeds, and the others get FileExistsError. Raises DiskFullError if there is no space.
+    replace: whether ``path`` may exist. If False, exactly one of any number of writers succeeds, on whatever
+    hosts they are, and the others get FileExistsError. Raises DiskFullError if there is no space.
     """
     # The random part is needed because two hosts may use the same process number.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
@@ -102,16 +102,16 @@ def _name_once(temporary: Path, path: Path) -> None:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        if temporary.stat().st_nlink != 2:  # with 2 the link was made, but NFS sent the request twice
+        if temporary.stat().st_nlink != 2:  # if 2, the link was made, but NFS sent the request twice
             raise
 
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that atomically and durably replaces ``folder`` when the block ends.
+    """Yield a temporary folder that durably replaces ``folder`` when the block ends without an error.
 
-    Leftovers of killed processes are deleted first. On NFS this may fail while a file in them is still open
-    somewhere, so each temporary folder has a unique name.
+    ``folder`` is missing for a moment, between two renames. Leftovers of killed processes are deleted first.
+    On NFS this may fail while a file in them is open, so each temporary folder has a unique name.
     """
     for left in folder.parent.glob(f".{folder.name}.*tmp"):
         shutil.rmtree(left, ignore_errors=True)
@@ -138,7 +138,7 @@ def make_folder(path: Path) -> None:
 
 
 def listing(folder: Path) -> list[str]:
-    """List the names in a folder, in any order, in about a tenth of the time of ``Path.glob``."""
+    """List the names in a folder, in any order. This is about ten times as fast as ``Path.glob``."""
     with os.scandir(folder) as entries:
         return [entry.name for entry in entries]
 
@@ -200,13 +200,13 @@ def remove(path: Path) -> None:
 
 
 def make_durable(folder: Path) -> None:
-    """Call fsync on everything in ``folder``, at any depth."""
+    """Call fsync on everything inside ``folder``, at any depth, but not on ``folder`` itself."""
     for path in folder.rglob("*"):
         fsync(path)
 
 
 def require_regular(path: Path) -> None:
-    """Raise ConfigError for a folder, a pipe or a device: opening it may fail or never return."""
+    """Raise ConfigError for a folder, a pipe or a device, because opening one may fail or never return."""
     if not stat.S_ISREG(path.stat().st_mode):
         from tba_hpc.config import ConfigError  # slow to import, and batch scripts call this module often
 

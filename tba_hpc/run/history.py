@@ -101,7 +101,7 @@ class History:
                 self._go_back(integer(record, "step"), integer(record, "revision"))
 
     def _go_back(self, step: int, revision: int) -> None:
-        """Note a start from ``step`` and the buffer's ``revision``, and drop what came after these.
+        """Note a start from ``step`` and the buffer's ``revision``, and drop all records beyond them.
 
         Both are 0 in a new run.
         """
@@ -118,7 +118,7 @@ class History:
         self.evictions = {at: count for at, count in self.evictions.items() if at <= revision}
 
     def until(self, revision: int) -> list[Merge]:
-        """List the merges up to ``revision``, a number of changes of the buffer."""
+        """List the merges up to ``revision``, the number of a change of the buffer."""
         return [merge for merge in self.merges if merge.revision <= revision]
 
     def revisions(self, last: float = math.inf) -> list[int]:

@@ -1,4 +1,4 @@
-"""Inputs that must stay the same over all starts of a run: prompts, model files, and the date in prompts."""
+"""Checks that prompts and model files, and the date in prompts, stay the same over all starts of a run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def require_same_prompts(run: RunDir, prompts: Mapping[Split, Sequence[Prompt]])
 
 
 def have_same_prompts(one: RunDir, other: RunDir, split: Split) -> bool:
-    """Return whether the prompts of a split were equal at the last starts of two runs; False if unknown."""
+    """Return whether two runs had equal prompts in a split when each last started; False if unknown."""
     files = [run.inputs / f"{split}.crc32" for run in (one, other)]
     return all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
 
@@ -98,7 +98,7 @@ def _checksum(prompt: Prompt) -> int:
 
 
 def _noted(file: Path, data: bytes) -> bytes:
-    """Return what ``file`` holds; write ``data`` to it first if it does not exist."""
+    """Return the contents of ``file``. If it does not exist, first write ``data`` to it."""
     if not file.exists():
         make_folder(file.parent)
         with suppress(FileExistsError):  # another searcher was faster

@@ -21,7 +21,7 @@ COMPLETE = "COMPLETE"
 """Name of the file that holds the inventory."""
 
 READ_BYTES = 8 << 20
-"""Bytes per read of a file that is checksummed, enough to keep all cores busy."""
+"""Number of bytes that are read and checksummed at once, enough to keep all cores busy."""
 
 READERS = 8
 """Maximum number of files read at once."""
@@ -91,7 +91,7 @@ def with_checksum(lines: str) -> str:
 
 
 def damage(folder: Path, *only: str) -> str:
-    """Compare a folder's files, or only the named ones, with COMPLETE; describe the first fault.
+    """Compare a folder's files, or only those named in ``only``, with COMPLETE; describe the first fault.
 
     Returns "" if all are intact. Files that COMPLETE does not name are ignored. Raises OSError if the file
     system does not answer.

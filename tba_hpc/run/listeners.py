@@ -39,7 +39,7 @@ EVERYBODY = {
 """Wildcard peer addresses (struct sockaddr_storage) per address family of the listening socket."""
 
 SOCK_DIAG, SOCK_DIAG_BY_FAMILY = 4, 20
-"""Netlink protocol for questions about sockets, and the type of its message that asks about one.
+"""Netlink protocol for queries about sockets, and the type of the message that asks about one socket.
 
 The module ``socket`` names neither.
 """
@@ -112,7 +112,7 @@ def take(pid: int, descriptor: int) -> int:
 def unprotected(*, mpiexec: bool) -> str:
     """Return a phrase that says which ports a run cannot close to other users on this system; "" if none.
 
-    Tries what a run does: with a socket of this process and, if ``mpiexec``, with a child's file descriptor.
+    Tries to close a port of this process and, if ``mpiexec``, to copy a child's file descriptor.
     """
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -123,7 +123,7 @@ def unprotected(*, mpiexec: bool) -> str:
 
 
 def _out_of_reach() -> str:
-    """Return a phrase about mpiexec's ports if this process may not copy its child's descriptors, or ""."""
+    """Return a phrase about mpiexec's ports if this process may not copy a child's descriptors; else ""."""
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     try:
         os.close(take(child.pid, 0))
@@ -152,7 +152,7 @@ def own_listeners() -> set[int]:
 
 
 def stop_listening(*, less: set[int] | None = None) -> None:
-    """Stop this process's listening sockets from accepting connections, except descriptors in ``less``."""
+    """Stop this process's listening sockets, except descriptors in ``less``, from accepting connections."""
     for descriptor in own_listeners() - (less or set()):
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
             drop_all(listener)
@@ -166,9 +166,9 @@ def is_connected(pid: int, ports: set[int]) -> bool:
 
 
 def deafen(pid: int, *, loopback: bool = False) -> None:
-    """Stop a child's listening sockets from accepting connections; loopback: as for ``listeners``.
+    """Stop a child's listening sockets from accepting connections. loopback: see ``listeners``.
 
-    It is meant for mpiexec, which listens on every address for its peers on other nodes, although a run on
+    This is meant for mpiexec, which listens on every address for its peers on other nodes, although a run on
     one machine has none. No setting of PRRTE 3.0 prevents that. Where the system does not allow the change (a
     hardened kernel, a container), the sockets stay open without an error; see docs/security.md.
     """

@@ -18,7 +18,7 @@ the usage, and field of ``memory.stat`` with the bytes of cached files that can 
 def free_memory(process: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes that this process may still allocate; memory of cached files counts as free.
 
-    process: its folder below /proc. groups: folder of the control groups.
+    process: folder of this process below /proc. groups: folder of the control groups.
     """
     return min([psutil.virtual_memory().available, *_left_by_groups(process / "cgroup", groups)])
 
@@ -26,8 +26,8 @@ def free_memory(process: Path = Path("/proc/self"), groups: Path = Path("/sys/fs
 def oom_kills(process: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many processes of this process's control group the kernel has killed for lack of memory.
 
-    Groups inside this group count, too, but no other programs of the machine. Returns 0 if the kernel keeps
-    no count, as for the outermost group. process, groups: as in ``free_memory``.
+    Processes of groups inside this group count, too, but no others of the machine. Returns 0 if the kernel
+    keeps no count, as for the outermost group. process, groups: as in ``free_memory``.
     """
     for _, controllers, group in _control_groups(process / "cgroup"):
         hierarchy, file = ("memory", "memory.oom_control") if controllers else ("", "memory.events")
@@ -61,7 +61,10 @@ def _left_by_groups(listing: Path, groups: Path) -> Iterator[int]:
 
 
 def _left(group: Path, limit: str, usage: str, cached: str) -> Iterator[int]:
-    """Yield the bytes left in a control group, or nothing if it has no limit. Other arguments: see V2."""
+    """Yield the bytes left in a control group, or nothing if it has no limit.
+
+    limit, usage, cached: names of two files and a field, see V2.
+    """
     if not (group / limit).exists() or (most := (group / limit).read_text().strip()) == "max":
         return
     found = re.search(rf"^{cached} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)

@@ -163,8 +163,8 @@ SEARCH = {
         "count, so far", "trajectories set aside because their reward was missing or not finite"
     ),
 }
-"""Metrics that a searcher logs at intervals. Means, and counts not marked "so far", are of the time since it
-last logged."""
+"""Metrics that a searcher logs at intervals. Means, and counts not marked "so far", cover the time since the
+searcher's last record."""
 
 METRICS = {**STEP, **SEARCH}
 """All metrics of both roles."""

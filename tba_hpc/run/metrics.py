@@ -25,7 +25,7 @@ Value = float | int | str | Sequence[float] | None
 Record = dict[str, float | int | str | list[float]]
 
 MOST_UNWRITTEN = 64 << 20
-"""Number of bytes of metrics that may wait in memory while the disk is full; with more the rank fails."""
+"""Number of bytes of metrics that may wait in memory while the disk is full. With more, the rank fails."""
 
 CHUNK = 4 << 20
 """Number of bytes of a metrics file that are read and parsed at once."""
@@ -48,7 +48,7 @@ class MetricsWriter:
     """Writer that appends records (lines of metrics) to ``path``, where readers see them at once.
 
     On a full disk records wait in memory until there is space. ``log`` and ``sync`` may be called in
-    different threads. digest: called with new records; it must know those that the file already holds.
+    different threads. digest: called with new records; made from those that the file already holds.
     """
 
     def __init__(self, path: Path, *, digest: Digest | None = None) -> None:
@@ -87,7 +87,7 @@ class MetricsWriter:
         self._last = time.monotonic()
 
     def _write(self) -> None:
-        """Write as many bytes as there is space for, on a full disk perhaps only a part of a line."""
+        """Write as many bytes as there is space for. On a full disk this may be only a part of a line."""
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
@@ -121,7 +121,7 @@ class MetricsWriter:
             return
         except OSError as error:
             fault = error.strerror
-        # Raised outside the handler, since a full disk as its context would make it look temporary.
+        # Raised outside the handler: with a full disk as its context, the error would look temporary.
         raise OSError(
             errno.EIO,
             f"records in {self._path} may be lost ({fault}): free space, then start the same run again, "

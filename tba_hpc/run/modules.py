@@ -48,7 +48,7 @@ def use_here() -> None:
 
 
 def find_file(name: str) -> Path | None:
-    """Find a file by its relative path in the folders from which Python imports; None if it is not there."""
+    """Find a file by its relative path in the folders from which Python imports; None if none has it."""
     files = (Path(folder or ".") / name for folder in sys.path)
     return next((file.absolute() for file in files if file.is_file()), None)
 
@@ -83,8 +83,8 @@ def keep(run: RunDir, config: Config, beside: Path) -> None:
 def needed(config: Config, folder: Path) -> tuple[list[Path], list[Path]]:
     """Return the paths in a folder that ``config`` needs, and separately those of files too large to copy.
 
-    These are the modules and programs that the config names, the modules that they import, and the files that
-    their code names, as far as they are in the folder.
+    The config needs the modules and programs that it names, the modules that they import, and the files that
+    their code names. Paths outside the folder are left out.
     """
     code = set(_named(config, folder))
     files = {file for path in code for file in _files(path, folder)} - code
@@ -124,7 +124,7 @@ def _named(config: Config, folder: Path) -> Iterator[Path]:
 
 
 def _modules(names: Iterable[str], folder: Path) -> list[Path]:
-    """Return the modules and packages in a folder that have these names, or are imported by others found."""
+    """Return the modules and packages in a folder that have these names or are imported by them in turn."""
     found: dict[str, Path] = {}
     new = set(names)
     while new:
@@ -151,7 +151,7 @@ def _imports(path: Path) -> set[str]:
 
 
 def _files(path: Path, folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder whose relative paths a module, or a package's modules, spell in strings.
+    """Yield the files in ``folder`` whose relative paths occur as strings in a module or package ``path``.
 
     Examples are ``with_name("a.txt")``, ``HERE / "lists" / "a.txt"`` and ``join(HERE, "lists", "a.txt")``.
     """
@@ -165,10 +165,10 @@ def _files(path: Path, folder: Path) -> Iterator[Path]:
 
 
 def _words(node: ast.AST) -> str:
-    """Return the path that a syntax node may spell; "" if it can spell none.
+    """Return the path that a syntax node may stand for; "" if it can stand for none.
 
-    A string constant spells its text. An expression with ``/`` spells the paths of its operands, joined by
-    "/"; a call does the same with its arguments.
+    A string constant stands for its text. An expression with ``/`` stands for the paths of its operands,
+    joined by "/"; a call stands for those of its arguments, joined likewise.
     """
     match node:
         case ast.Constant(value=str() as text):

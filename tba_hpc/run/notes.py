@@ -76,7 +76,7 @@ def write_note(run: RunDir, role: Role, index: int, sentence: str, kind: Kind) -
 
 
 def first_note(logs: Path, kind: Kind | Literal["*"]) -> str | None:
-    """Return the earliest note of a kind in an attempt's folder, or None. kind: ``*`` means both kinds."""
+    """Return the earliest note of a kind in the attempt's folder ``logs``, or None. kind: ``*`` for both."""
     notes = sorted(logs.glob(f"{kind}-*-*.txt"), key=lambda path: path.stat().st_mtime_ns)
     return notes[0].read_text(encoding="utf-8").strip() if notes else None
 
@@ -89,7 +89,7 @@ def refusal(logs: Path) -> str | None:
 
 
 def disk_full(path: Path) -> str:
-    """Return a sentence for the user about the full file system of a run, to which ``path`` belongs."""
+    """Return a sentence that tells the user that the file system of ``path``, a path in a run, is full."""
     return (
         f"the file system of {path} is full: free space or raise the quota, then start the same run again; "
         "nothing sealed is lost"

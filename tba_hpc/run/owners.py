@@ -11,7 +11,7 @@ number is used twice.
 An owner keeps the run's folder open. Other processes of its machine check this, because in a copied run
 folder the claims name processes that work on the original.
 
-An owner touches its file every BEAT_SECONDS. If it is on another host and silent for SILENT_OWNER_SECONDS,
+An owner touches its file every BEAT_SECONDS. If an owner on another host is silent for SILENT_OWNER_SECONDS,
 anybody may take its name. A process that was only frozen must therefore check that it has no successor before
 anything that it has written counts (``end_if_superseded``).
 """
@@ -49,7 +49,7 @@ SILENT_OWNER_SECONDS = 60.0
 """Seconds without a sign of life after which an owner on another host counts as dead."""
 
 EARLIER_OWNER_SECONDS = 10.0
-"""Seconds that a rank waits for an earlier owner of its name on the same machine to end."""
+"""Longest wait for an earlier owner of the same name and on the same machine to end, in seconds."""
 
 CLAIM_CHECK_SECONDS = 0.2
 """Seconds between two looks at a claim whose owner is expected to leave."""
@@ -147,7 +147,7 @@ def owner_at_work(run: RunDir) -> Owner | None:
 
 
 def is_abandoned(run: RunDir) -> bool:
-    """Return whether the run's last owner is gone; False if there was none, or if this cannot be told."""
+    """Return whether the run's last owner is gone; False if there was none, or if it cannot be found out."""
     try:
         claim = _newest(run, LAUNCH)
         return claim.file is not None and _is_free(run, claim, Owner.this(os.getpid()))
@@ -165,10 +165,10 @@ def claim_for_job(run: RunDir) -> None:
 
 @contextmanager
 def owned(run: RunDir, name: str = LAUNCH) -> Iterator[None]:
-    """Own the run, or a rank's name, while the block runs. Raises OwnedError if another process owns it.
+    """Own ``name`` while the block runs; the owner of LAUNCH owns the run. Raises OwnedError if it is taken.
 
-    A rank first waits for an earlier owner of its name, which may be about to end or be dead. If another
-    process takes over while this one is frozen, this one ends with Exit.FAILED.
+    For all names but LAUNCH, first waits for an earlier owner, which may be about to end or be dead. If
+    another process takes over while this one is frozen, this one ends with Exit.FAILED.
     """
     lease = Lease(_claim(run, name, Owner.this(os.getpid()), wait=name != LAUNCH))
     try:
@@ -217,7 +217,7 @@ class Lease:
 
 def note_ready(name: str) -> None:
     """Record in this process's claim of ``name`` that its engine has loaded weights."""
-    end_if_superseded()  # else a claim that a successor has removed would exist again
+    end_if_superseded()  # otherwise a claim that a successor has removed would exist again
     (mine,) = (mine for mine in _ours if mine.stem == name)
     write_atomic(mine, replace(_read(mine), ready=True).to_json())
 
@@ -277,7 +277,7 @@ def _leads_to(link: Path, folder: Path) -> bool:
 
 
 def clock(run: RunDir) -> float:
-    """Return unix seconds by the clock of the run's file system, with which claims are timestamped."""
+    """Return the time, in unix seconds, by the clock of the run's file system, which also dates claims."""
     file = run.owners / f".{secrets.token_hex(8)}.tmp"
     file.touch()
     try:
@@ -287,7 +287,7 @@ def clock(run: RunDir) -> float:
 
 
 def _end(sentence: str) -> None:
-    """Print a sentence, unless standard error is closed or would block, and end this process at once."""
+    """Print a sentence to stderr, unless that is closed or would block, and end this process at once."""
     try:
         if sys.stderr and not sys.stderr.closed and select.select([], [sys.stderr], [], 0)[1]:
             os.write(sys.stderr.fileno(), sentence.encode())
@@ -438,7 +438,7 @@ def _is_silent(run: RunDir, claim: Claim) -> bool:
     counts as silent if it gives no new sign for one and a half times BEAT_SECONDS, for which this waits.
     """
 
-    def sign() -> float:  # a job that owns a run as a whole gives no signs, but its trainer ranks do
+    def sign() -> float:  # for a job that owns the run, its trainer ranks give the signs
         files = [claim.file] if claim.owner.pid else run.owners.glob("trainer-*")
         return max(map(_last_sign, files), default=0.0)
 
@@ -456,8 +456,8 @@ def _is_silent(run: RunDir, claim: Claim) -> bool:
 def _is_of_an_earlier_start(claim: Claim, me: Owner) -> bool:
     """Return whether the owner is of an earlier start in the Slurm job of ``me``, and so must be gone.
 
-    A job starts its ranks anew only when the earlier ones have ended. But two ``tba run``, or two elastic
-    searchers, may be at work in one job at the same time; only a requeue of the job ends them.
+    A job starts its ranks anew only when the earlier ones have ended. But several ``tba run`` or elastic
+    searchers may work in one job at the same time, and only a requeue of the job ends them all.
     """
     owner = claim.owner
     several = owner.elastic or (claim.name == LAUNCH and owner.pid)
@@ -480,7 +480,7 @@ def _machine() -> str:
 
 
 def _is_at_work(run: RunDir, owner: Owner) -> bool | None:
-    """Ask Slurm whether the owner's job has processes; None if it cannot be asked."""
+    """Ask Slurm whether the owner's job has processes; return None if Slurm cannot be asked."""
     if (rows := components(owner.job)) is None:
         return None
     # Slurm reuses the ids of jobs. A job's comment, if it has one, tells to which run it belongs.

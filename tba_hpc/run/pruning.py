@@ -14,7 +14,7 @@ from tba_hpc.run.files import make_folder
 log = logging.getLogger(__name__)
 
 GOLDEN, PLASTIC = 0.6180339887498949, 0.7548776662466927
-"""Numbers whose first n multiples, modulo 1, are spread evenly over 0…1 for every n."""
+"""Numbers whose first n multiples, modulo 1, are spread evenly over 0…1, for any n."""
 
 
 def position(key: ShardKey) -> float:

@@ -1,4 +1,4 @@
-"""Signals: a flag for requests to stop, and ways to end a process with its parent or its session."""
+"""Signals: a flag for requests to stop, killing a session, and ending a process together with its parent."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def kill_session(leader: int) -> None:
 
 
 def _kill_if_of(session: int, pid: int) -> bool:
-    """Kill a process if it belongs to the session and still runs; return whether that was so."""
+    """Kill a process if it belongs to the session and still runs; return whether it was killed."""
     with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
         if os.getsid(pid) == session and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             os.kill(pid, signal.SIGKILL)
@@ -69,9 +69,9 @@ def _kill_if_of(session: int, pid: int) -> bool:
 
 
 def die_with(parent: int, number: int) -> None:
-    """Have the kernel send signal ``number`` to this new process once its ``parent`` has ended, in any way.
+    """Have the kernel send signal ``number`` to this new process when its parent ends, for whatever reason.
 
-    If the parent has ended already, this process exits here. parent: process number.
+    If the parent has ended already, this process exits at once. parent: process number.
     """
     _libc.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:

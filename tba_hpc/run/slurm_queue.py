@@ -31,7 +31,7 @@ ANSWER_SECONDS = 30.0
 """Timeout of all Slurm commands but squeue, in seconds."""
 
 SQUEUE_SECONDS = 5.0
-"""Timeout of squeue for displays, in seconds. On a busy cluster it may take longer."""
+"""Timeout of squeue for displays, in seconds. On a busy cluster squeue may take longer."""
 
 JOB_CHECK_SECONDS = 10.0
 """Seconds between two queries about a job whose end is awaited."""
@@ -69,7 +69,7 @@ def ask(*command: str) -> str:
 
 def _run(command: tuple[str, ...], seconds: float) -> subprocess.CompletedProcess[str]:
     """Run a Slurm command for at most ``seconds``. Raises SlurmError if it cannot start or does not end."""
-    # Without variables in which users set their own output formats.
+    # The command must not see variables in which users set their own output formats.
     own = ("SQUEUE_", "SINFO_", "SLURM_TIME_FORMAT")
     plain = {key: value for key, value in os.environ.items() if not key.startswith(own)}
     try:
@@ -158,7 +158,7 @@ def jobs_of(run: RunDir) -> list[str]:
 def next_job(run: RunDir) -> str:
     """Return the id of the job that continues the run's chain once its present job has ended; "" for none.
 
-    If squeue is missing or does not answer, all jobs that the chain still lists count as queued.
+    If squeue is missing or does not answer, all later jobs of the chain count as queued.
     """
     links = jobs_of(run)[1:]
     rows = components(*links) if links else []
@@ -169,8 +169,8 @@ def next_job(run: RunDir) -> str:
 def job_states(run: RunDir, *, seconds: float | None = None) -> list[dict[str, str]]:
     """List the components of the run's job as squeue sees them; empty if the run was never submitted.
 
-    Each component has the keys ``job`` (its job's id) and SQUEUE_FIELDS. Of a chain the first job that is
-    queued or has nodes is listed. ``state`` is NO_ANSWER if squeue is missing or does not answer, and
+    Each component has the keys ``job`` (its job's id) and SQUEUE_FIELDS. Of a chain, the first job that
+    is queued or has nodes is listed. ``state`` is NO_ANSWER if squeue is missing or does not answer, and
     FORGOTTEN if Slurm no longer knows the job. seconds: timeout of squeue; None: SQUEUE_SECONDS.
     """
     jobs = jobs_of(run)
@@ -187,7 +187,7 @@ def job_states(run: RunDir, *, seconds: float | None = None) -> list[dict[str, s
 
 
 def bracketed(reason: str) -> str:
-    """Return a space and Slurm's reason for a job's state in brackets; "" where Slurm has given none."""
+    """Return Slurm's reason for a job's state in brackets, after a space; "" if Slurm gives no reason."""
     return "" if reason in ("", "None") else f" ({reason})"
 
 

@@ -1,6 +1,6 @@
-"""Call stacks of a rank's threads, written to its log if the rank hangs, crashes, or is asked for them.
+"""Writes the call stacks of a rank's threads to its log if the rank hangs, crashes, or gets SIGUSR2.
 
-``kill -USR2 PID`` asks a running rank.
+``tba run`` reads them there, to tell the user where a rank hangs.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def _say_that_it_went_on(seconds: float) -> None:
 
 
 def late_ranks(logs: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of each rank that hangs, according to its log, and its innermost frames.
+    """Yield the name and the innermost frames of each rank that hangs, according to its log.
 
-    A rank that has continued since is left out. logs: folder of an attempt.
+    A rank that has continued since then is left out. logs: folder of an attempt.
     """
     for file in sorted(logs.glob("*-[0-9]*.log")):
         _, found, stacks = _tail(file).rpartition(HEADER)

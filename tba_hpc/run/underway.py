@@ -38,8 +38,8 @@ class Underway:
     that happened.
 
     The constructor logs a warning for each such call. If the process has ended MOST_ENDS times during the
-    same call, the constructor raises ConfigError. It first empties the file, so that the user can start the
-    run again.
+    same call, the constructor empties the file, so that the user can start the run again, and raises
+    ConfigError.
     """
 
     def __init__(self, run: RunDir, searcher: int) -> None:
