@@ -1,6 +1,6 @@
 """``tba evaluate``: measures a model's score, with confidence intervals, and perplexity under the reference.
 
-The model may be that of a run, evaluated with the run's config, or any other.
+The model may be that of a run, which is evaluated with the run's config, or any other model.
 """
 
 from __future__ import annotations

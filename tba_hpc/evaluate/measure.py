@@ -1,4 +1,4 @@
-"""Evaluates a model on this machine: an engine answers, the task judges, the reference gives the perplexity.
+"""Evaluates a model here: an engine answers, the task judges, and the reference gives the perplexity.
 
 Everything happens in this process and the engine's, without MPI, and no file is written.
 """
@@ -42,7 +42,7 @@ ENVIRONMENT = {  # variables that are set unless the user has set them
 log = logging.getLogger(__name__)
 
 AHEAD = 2
-"""Ratio of the completions submitted to the engine to those that it decodes at the same time."""
+"""Ratio of completions submitted to the engine to completions that it decodes at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,9 @@ class Decoding:
     correct and also ended by themselves; None without scores. truncated_share: share of completions that the
     token limit cut off. tokens: mean number of sampled tokens per completion. perplexity: perplexity of the
     sampled tokens under the reference, at model.logprob_temperature; None without a reference. reward: mean
-    over prompts of the mean reward; None if rewards only say right or wrong. rewards: unweighted mean
-    of each named reward over the completions; empty unless the config names several. summary: the task's own
-    statistics, see ``core.ports.Task``.
+    over prompts of the mean reward; None if rewards are just 1 for right and 0 for wrong. rewards: unweighted
+    mean of each named reward over the completions; empty unless the config names several. summary: the task's
+    own statistics, see ``core.ports.Task``.
     """
 
     temperature: float
@@ -104,8 +104,8 @@ def measure(
 ) -> Result:
     """Evaluate with one completion per prompt, as a run does, and then with several per prompt.
 
-    The first evaluation is greedy unless the task has an evaluation_temperature. samples: completions per
-    prompt in the second evaluation; 0: leave it out. temperature: sampling temperature of the second
+    The first evaluation is greedy unless the task's evaluation_temperature is above 0. samples: completions
+    per prompt in the second evaluation; 0: leave it out. temperature: sampling temperature of the second
     evaluation; None: the config's. limit: number of prompts used; None: all. show: number of prompts, from
     the first, whose answers the result contains. Progress is printed to stderr.
 
@@ -114,7 +114,7 @@ def measure(
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # Imported only now, since they import torch, which reads the environment.
+    # Imported only now, since these modules import torch, which reads the environment.
     from tba_hpc.engine.vllm_victim import VllmVictim
     from tba_hpc.learner.hf_model import load_tokenizer
 
@@ -186,7 +186,7 @@ def _prompts(task: Task, name: str, split: Split, limit: int | None) -> Sequence
 
 
 def _generate(config: Config, task: Task, requests: Sequence[Request]) -> list[Group]:
-    """Sample all requests, and return their groups in order. The engine then ends, to free its memory."""
+    """Sample all requests, then end the engine to free its memory. Returns the groups in order."""
     from tba_hpc.learner.hf_model import load_tokenizer
 
     section = config.generator
@@ -282,7 +282,7 @@ def judge(task: Task, groups: Sequence[Group]) -> Judged:
     verdicts, shape = checked_verdicts(task, prompts, completions), (len(groups), groups[0].request.n)
     correct = [right for right, _ in verdicts]
     grades = [float(right) if grade is None else grade for right, grade in verdicts]
-    # Other tasks need not know their parts after ``correct``.
+    # Other tasks may know the parts of rewards only after a call of ``rewards``, not of ``correct``.
     parts = checked_parts(task, len(correct)) if isinstance(task, Jsonl) else {}
     means = {name: float(np.mean(finite)) for name, row in parts.items() if (finite := _finite(row))}
     if unjudged := int(np.count_nonzero(~np.isfinite(np.array(grades, float)))):

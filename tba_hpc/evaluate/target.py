@@ -1,6 +1,6 @@
 """Finds what ``tba evaluate`` evaluates: the model, the task and the reference.
 
-Loads none of them. If a model is evaluated without a config, its config.json is read.
+Loads no model. If a model is evaluated without a config, the model's config.json is read for its dtype.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _checked(settings: Config, model: str, reference: str | None) -> Target:
 
 
 def _in_its_own_dtype(target: Target) -> Target:
-    """Set the config's dtype to that in the model's config.json, unless an override has set one."""
+    """Set the config's dtype to the one in the model's config.json, unless an override has set a dtype."""
     section = target.config.model
     if "dtype" in section.model_fields_set:
         return target

@@ -1,1 +1,1 @@
-"""Exchange of weights and shards between trainer and searchers, over MPI, files or both; shards on disk."""
+"""Exchange of weights and shards between trainer and searchers, over MPI, files or both; format of shards."""

@@ -2,8 +2,8 @@
 
 The trainer publishes weights as safetensors files, and reads shards where searchers sealed them. One small
 file, ``latest.json``, is the manifest. It lists the published weights, holds the cursor of each searcher (how
-many of its shards are merged), and says whether the trainer has ended. Only the trainer writes it, and always
-replaces it as a whole. None of this waits for a searcher, so the death of one costs nothing.
+many of its shards are merged), and says whether the trainer has ended. Only the trainer writes the manifest,
+and always replaces it as a whole. The trainer waits for no searcher, so the death of one costs nothing.
 
 Weights that are to be evaluated stay listed, and on disk, until their evaluation is complete. If too many
 wait, the oldest are removed. A searcher takes the oldest weights that wait for its evaluation. If none wait,
@@ -12,7 +12,7 @@ it takes the newest weights.
 Weights that are not to be evaluated may be stored as changes: the bits that differ from the previous
 publication. Such files form a chain. Its first link is a file of whole weights, and each further link is a
 file of changes. All links stay on disk as long as the last one is needed. A searcher applies the links that
-it lacks to its copy of the weights, or makes that copy from the first link. If a link is damaged, the
+it lacks to its copy of the weights. It makes this copy from the first link. If a link is damaged, the
 searcher keeps its present weights until a new chain begins.
 
 The file ``progress`` holds the completed requests and the cursors, for searchers that join later. Whenever
@@ -69,7 +69,7 @@ KEEP = 2
 
 MOST_WAITING = 4
 """Maximum number of publications that are kept because their evaluation on the validation split is
-unfinished. Nobody completes a dead searcher's part of an evaluation, so they would pile up."""
+unfinished. Without this limit they would pile up, since nobody completes a dead searcher's part."""
 
 MANIFEST_CHECK_SECONDS = 0.1
 """Minimum interval between two reads of ``latest.json`` by a searcher, in seconds.
@@ -196,16 +196,16 @@ class FileTrainerExchange:
         return True
 
     def pass_on(self, update: WeightUpdate) -> None:
-        """Start a round with the weights of another exchange. Call it only when ``idle``.
+        """Start a round with weights that another exchange has received. Call this only when ``idle``.
 
-        The exchange's thread copies them from ``update``, and then writes them to a file.
+        The exchange's thread copies the weights from ``update``, and then writes them to a file.
         """
         copied = partial(np.copyto, self._memory.incoming, update.data)
         self._round = self._worker.submit(self._write_and_sync, update.publication, copied)
 
     @property
     def idle(self) -> bool:
-        """True if no round is in progress. If the last round has failed, raises its error."""
+        """True if no round is in progress. Raises the error of the last round, if that has failed."""
         if self._round is not None and self._round.done():
             self._round.result()
             self._round = None
@@ -234,9 +234,9 @@ class FileTrainerExchange:
     # --- Weights ---
 
     def _write_and_sync(self, publication: Publication, copied: Callable[[], object] | None) -> None:
-        """Write new weights, or only their changes, to disk, and run a round, whose manifest then lists them.
+        """Write new weights, or only their changes, to disk. Then run a round to list them in the manifest.
 
-        copied: function that waits until all weights are in memory; None if they are already.
+        copied: function that waits until all weights are in memory; None if they are there already.
         """
         if copied:
             copied()
@@ -358,8 +358,8 @@ class FileTrainerExchange:
 def _of_earlier_attempt(publication: Publication) -> Publication:
     """Return a publication for a new attempt, without what a resume may have undone.
 
-    It asks for no evaluation, has no reference that a step made, permits no requests if these are limited,
-    and is not the last.
+    The result asks for no evaluation, has no reference that a step made, permits no requests if their number
+    is limited, and is not the last publication.
     """
     end = None if publication.budget_end is None else 0
     reference = min(0, publication.reference)
@@ -372,9 +372,9 @@ class FileSearcherExchange:
     """A searcher's end of the exchange.
 
     folder: folder of the weights, which need not exist yet. searcher: number of this searcher. attempt: name
-    of this attempt; its trainer has started once the manifest names it. deadline: longest wait for another
-    rank, in seconds; the trainer may take IDLE_DEADLINES times as long between two rounds. start_deadline:
-    longest wait for the trainer's start, in seconds; None: ``deadline``.
+    of this attempt, whose trainer has started once the manifest holds this name. deadline: longest wait for
+    another rank, in seconds; the trainer may take IDLE_DEADLINES times as long between two rounds.
+    start_deadline: longest wait for the trainer's start, in seconds; None: ``deadline``.
     """
 
     def __init__(
@@ -398,14 +398,14 @@ class FileSearcherExchange:
         self._own: WeightFile | None = None  # copy of the weights, to which changes are applied
         self._own_sequence = -1  # sequence number of the weights in that copy
         self._offered: list[int] = []
-        with suppress(OSError):  # the next trainer removes what is left
-            for left in folder.glob(f"{HELD}{searcher:04d}-*"):  # by a killed searcher of this number
+        with suppress(OSError):  # links that stay are removed by the next trainer
+            for left in folder.glob(f"{HELD}{searcher:04d}-*"):  # of a killed searcher with this number
                 left.unlink(missing_ok=True)
 
     def progress(self) -> Progress:
         """Wait until the trainer has started; return the completed requests and the cursors of the run.
 
-        Both are empty if the run ends meanwhile. Raises ExchangeError like ``poll``.
+        Both are empty if the run ends meanwhile. Raises ExchangeError for the reasons given at ``poll``.
         """
         while not self._ended:
             if self._has_started:
@@ -423,9 +423,9 @@ class FileSearcherExchange:
     def poll(self) -> WeightUpdate | None:
         """Return weights that were not returned before, mapped read-only; None if there are none.
 
-        These are the oldest that are to be evaluated, or else the newest. Raises ExchangeError if the trainer
-        has not started within ``start_deadline``, or has not changed the manifest for IDLE_DEADLINES times
-        ``deadline``.
+        Returns the oldest weights that are to be evaluated; if there are none, the newest weights. Raises
+        ExchangeError if the trainer has not started within ``start_deadline``, or has not changed the
+        manifest for IDLE_DEADLINES times ``deadline``.
         """
         self._look()
         entry = self._next_entry()
@@ -433,7 +433,7 @@ class FileSearcherExchange:
             return None
         try:
             layout, file = self._patched(entry) if entry.changes else self._held(entry)
-        except OSError as error:  # superseded since the last read, or not visible yet
+        except OSError as error:  # the file was removed since the manifest was read, or is not visible yet
             _refuse_lasting(error)
             return None
         except DamagedError as error:
@@ -441,13 +441,13 @@ class FileSearcherExchange:
             self._seen = entry.sequence
             return None
         self._seen, data = entry.sequence, file.map("r")
-        fault_in(data)  # here, so that the engine does not wait for the disk
+        fault_in(data)  # now, so that the engine need not wait for the disk
         return WeightUpdate(entry.publication, layout, data, file)
 
     def _patched(self, entry: Entry) -> tuple[WeightLayout, WeightFile]:
         """Bring this searcher's copy of the weights up to ``entry``; return their layout and the copy.
 
-        Raises DamagedError or OSError; the copy then stays as it was.
+        Raises DamagedError or OSError before any changes are applied.
         """
         assert self._manifest is not None
         whole, *links = self._manifest.chain(entry.sequence)
@@ -456,7 +456,7 @@ class FileSearcherExchange:
             self._own, self._own_sequence = WeightFile.copy_of(file.map("r")), whole.sequence
         missed = [link for link in links if link.sequence > self._own_sequence]
         # Read all changes before any is applied. If one is damaged, the copy must keep the version that the
-        # engine was given, because an engine that replaces a dead one loads it.
+        # engine was given, because an engine that replaces a dead one loads the copy.
         for link, changes in [(link, self._changes(link)) for link in missed]:
             apply_changes(changes, self._own.map("r+"))
             self._own_sequence = link.sequence
@@ -481,7 +481,7 @@ class FileSearcherExchange:
         path = self._folder / entry.file
         require_regular(path)
         own = self._folder / f"{HELD}{self._searcher:04d}-{entry.sequence}-{secrets.token_hex(2)}"
-        with suppress(FileExistsError):  # NFS has repeated the request, since nobody else uses this name
+        with suppress(FileExistsError):  # the link is ours, since names are unique: NFS repeated the request
             os.link(path, own)
         layout, file = read_weights(own)
         weakref.finalize(file, _remove_name, own)
@@ -513,7 +513,7 @@ class FileSearcherExchange:
 
     @property
     def _has_started(self) -> bool:
-        """True if this attempt's trainer has started; until then, the manifest is that of an earlier one."""
+        """True if this attempt's trainer has started; before, the manifest is that of an earlier attempt."""
         return self._manifest is not None and self._manifest.attempt == self._attempt
 
     @property
@@ -521,7 +521,7 @@ class FileSearcherExchange:
         return self._has_started and self._manifest is not None and self._manifest.closed
 
     def _next_entry(self) -> Entry | None:
-        """Return the publication to take next: the oldest unseen one to evaluate, or else the newest."""
+        """Return the oldest unseen publication that is to be evaluated, or else the newest unseen one."""
         unseen = [e for e in self._manifest.entries if e.sequence > self._seen] if self._manifest else []
         to_evaluate = (entry for entry in unseen if entry.publication.evaluate)
         return next(to_evaluate, unseen[-1] if unseen else None)
@@ -556,7 +556,7 @@ class FileSearcherExchange:
 
     @property
     def _timeout(self) -> float:
-        """Longest time without a change of the manifest, in seconds; ``start_deadline`` before the start."""
+        """Longest time without a change of the manifest, in seconds; before the start, ``start_deadline``."""
         return self._deadline * IDLE_DEADLINES if self._has_started else self._start_deadline
 
 
@@ -586,7 +586,7 @@ class ElasticSearcherExchange(FileSearcherExchange):
         self._finished = finished
         self._evaluates = evaluates
         self._run_is_over = False
-        self._away = ""  # last attempt whose trainer's stop was logged
+        self._away = ""  # attempt whose trainer's early stop was logged last
         self._asked: dict[tuple[Split, int], tuple[int, str]] = {}  # evaluations taken: sequence and attempt
         super().__init__(folder, searcher, attempt="", deadline=timeout)
         if self._manifest is None:
@@ -599,7 +599,7 @@ class ElasticSearcherExchange(FileSearcherExchange):
         return self._manifest.attempt if self._manifest else ""
 
     def poll(self) -> WeightUpdate | None:
-        """Return weights to evaluate, if this searcher evaluates, or else the newest that it has not seen."""
+        """Return weights to evaluate, if this searcher evaluates; otherwise the newest unseen ones."""
         update = super().poll()
         if update is None or self._manifest is None:
             return None
@@ -641,7 +641,7 @@ class ElasticSearcherExchange(FileSearcherExchange):
         """Return the publication to take next, or None if there is no new one.
 
         A searcher that evaluates gets the oldest publication whose evaluation it has not begun. If none is
-        left, or if others evaluate, it gets the newest unseen publication, without its evaluation.
+        left, or if only others evaluate, it gets the newest unseen publication, without an evaluation.
         """
         entries = self._manifest.entries if self._manifest else ()
         taken = {sequence for sequence, _ in self._asked.values()}
@@ -667,9 +667,9 @@ class DamagedError(ValueError):
 
 
 def _refuse_lasting(error: OSError | ValueError) -> None:
-    """Raise ``error`` if it will last; return if a later read may succeed.
+    """Raise ``error`` if it is lasting; return if a later read may succeed.
 
-    A missing or damaged file may be one that the file system does not show in full yet.
+    A file that is missing or damaged now may be complete once the file system shows all of it.
     """
     passing = isinstance(error, FileNotFoundError) or (isinstance(error, OSError) and is_temporary(error))
     if isinstance(error, OSError | ConfigError) and not passing:
@@ -679,7 +679,7 @@ def _refuse_lasting(error: OSError | ValueError) -> None:
 def read_weights(path: Path) -> tuple[WeightLayout, WeightFile]:
     """Open a safetensors file of whole weights; return its layout and the file.
 
-    Raises DamagedError if its header is invalid or does not fit its size, and OSError.
+    Raises DamagedError if its header is invalid or does not fit its size, OSError if it cannot be read.
     """
     try:
         with safe_open(path, framework="numpy") as opened:
@@ -694,7 +694,7 @@ def read_weights(path: Path) -> tuple[WeightLayout, WeightFile]:
 
 
 def _remove_name(path: Path) -> None:
-    with suppress(OSError):  # otherwise the next trainer removes it
+    with suppress(OSError):  # if this fails, the next trainer removes the link
         path.unlink(missing_ok=True)
 
 

@@ -3,7 +3,8 @@
 A file consists of a header of 512 bytes, which HDF5 calls a user block, and an HDF5 image. The header holds
 one line of text: kind of file, schema, size, and a BLAKE2b checksum of the image. So a damaged file is
 refused before HDF5 parses it, ``head -1`` shows what a file is, and every HDF5 tool since 1.8 can read it.
-Images are made and parsed in memory: on a full disk one plain ``write`` fails, and HDF5 locks no file.
+Images are made and parsed in memory, so that a full disk makes only a plain ``write`` fail, and HDF5 locks
+no file.
 
 Anybody can compute the checksum, so an intact file may still be hostile. Therefore only plain arrays inside
 the image are read; links and references to other files are refused.
@@ -56,10 +57,10 @@ SCHEMA = 3
 """Version of the layout and of RECORD; readers refuse other versions."""
 
 HEADER_BYTES = 512
-"""Size of a file's header, bytes. HDF5 allows powers of two from 512."""
+"""Size of a file's header, in bytes. HDF5 allows powers of two from 512."""
 
 LIBVER = ("earliest", "v110")
-"""Range of HDF5 formats: the oldest that can hold the data, and none that HDF5 1.10 cannot read."""
+"""Range of HDF5 formats to write: the oldest that can hold the data, and none newer than HDF5 1.10."""
 
 EVERYBODY = range(1 << 20)
 """All possible searcher numbers, limited by the bits in a uid."""
@@ -85,7 +86,7 @@ class ShardError(ValueError):
 
 
 class AnotherVersionError(ShardError):
-    """Error for an intact file that another version of tba-hpc wrote. It is not renamed as a broken one."""
+    """Error for an intact file that another version of tba-hpc wrote. Such a file is not set aside."""
 
 
 # --- Files ---
@@ -110,7 +111,7 @@ def _bytes(path: Path) -> bytes:
 def write_shard(path: Path, shard: Shard) -> None:
     """Seal a shard as ``path``: the file is durable when this returns, and is never replaced.
 
-    Raises ValueError (``Trajectories.check``), DiskFullError, or FileExistsError if ``path`` has other data.
+    Raises ValueError if the check fails, FileExistsError if ``path`` has other data, or DiskFullError.
     """
     data = shard.image or with_image(shard).image
     assert data is not None
@@ -119,11 +120,11 @@ def write_shard(path: Path, shard: Shard) -> None:
     except FileExistsError:
         if path.read_bytes() != data:
             raise
-        fsync(path.parent)  # an earlier call failed after it had named the file
+        fsync(path.parent)  # an earlier call wrote the file, and then failed
 
 
 def with_image(shard: Shard) -> Shard:
-    """Return the shard with ``image``, the bytes of its file. Raises ValueError (``Trajectories.check``)."""
+    """Check a shard, and add ``image``, the bytes of its file. Raises ValueError if the check fails."""
     trajectories = shard.trajectories
     trajectories.check()
     attributes = {"searcher": shard.searcher, "index": shard.index, "count": len(trajectories)}
@@ -221,7 +222,7 @@ def _numbers(group: h5py.h5g.GroupID) -> dict[str, int]:
 
 
 def _number(group: h5py.h5g.GroupID, name: str) -> int:
-    """Read an attribute. Raises TypeError unless it is one integer; h5py itself would convert anything."""
+    """Read an attribute. Raises TypeError unless it is one integer; h5py would convert anything else."""
     attribute = h5py.h5a.open(group, name.encode())
     if attribute.shape != () or attribute.dtype.kind not in "iu":
         raise TypeError(f"attribute {name} is no number")
@@ -233,7 +234,7 @@ def _number(group: h5py.h5g.GroupID, name: str) -> int:
 def _array(group: h5py.h5g.GroupID, name: bytes, room: int) -> np.ndarray:
     """Read an array. Raises TypeError unless it is stored in one piece within this file.
 
-    room: size of the file, bytes. HDF5 by itself would also follow links and read arrays from other files.
+    room: size of the file, in bytes. HDF5 by itself would also follow links, and read other files.
     """
     if group.links.get_info(name).type != h5py.h5l.TYPE_HARD:
         raise TypeError(f"{name.decode()} is a link")
@@ -293,9 +294,9 @@ class ShardWriter:
     """Collects a searcher's scored groups and seals them as shards.
 
     A trajectory is acknowledged, and from then on never lost, when ``seal`` returns its shard. Indices of
-    shards go up by one, and none is used twice in a run. first_index: the trainer's cursor of this searcher,
-    since shards below it may be deleted. Indices begin there, or after the last file on disk if that is
-    higher; files that were set aside count. timeout: longest wait while a disk is full, in seconds. clock:
+    shards go up by one, and none is used twice in a run. They begin at ``first_index``, the trainer's cursor
+    of this searcher, since shards below it may be deleted; or after the last file on disk, including files
+    that were set aside, if that is higher. timeout: longest wait while a disk is full, in seconds. clock:
     function that returns the time, in seconds.
     """
 
@@ -366,9 +367,9 @@ class ShardWriter:
         path = self._run.shard_file(self._searcher, self._index)
 
         def write() -> None:
-            end_if_superseded()  # before: a successor's shard of this index may be merged and deleted already
+            end_if_superseded()  # a successor's shard of this index may be merged and deleted already
             write_shard(path, shard)
-            end_if_superseded()  # after: a successor that starts from now on finds this shard
+            end_if_superseded()  # a successor that starts from now on finds this shard
 
         try:
             retry(write, seconds=self._timeout)
@@ -401,11 +402,11 @@ class PendingShards:
     """Reads shards that are not merged yet: in order for each searcher, and one in memory at a time.
 
     A searcher's indices have no gaps, but a shared file system may show a file late, even after later ones.
-    If a file is missing and others follow, the reader waits ``timeout`` seconds. Then it logs a warning and
-    skips that file, and further files of this searcher that are missing at that moment. An unusable file is
-    renamed (set aside), logged and left out; several ranks may do so at once. searchers: numbers of searchers
-    whose folders are read even if the listing of folders, which may lag, lacks them. among: numbers of the
-    searchers that may be read; all others are ignored.
+    If a file is missing and others follow, reading stops there for up to ``timeout`` seconds. Then the file
+    is skipped, with a warning, as are others of this searcher that are missing at that moment. An unusable
+    file is set aside (renamed), with a warning; several ranks may do so at once. searchers: numbers of
+    searchers whose folders are read even if the listing of folders, which may lag, lacks them. among: numbers
+    of the searchers that may be read; all others are ignored.
     """
 
     def __init__(
@@ -416,7 +417,7 @@ class PendingShards:
         self._searchers = searchers
         self._among = among
         self._timeout = timeout
-        self._missed: dict[Path, float] = {}  # since when each is missing, on the monotonic clock
+        self._missed: dict[Path, float] = {}  # when each was first found missing, on the monotonic clock
         self._given_up: set[Path] = set()
 
     def read(self, cursors: Mapping[int, int]) -> Iterator[Shard]:
@@ -427,9 +428,9 @@ class PendingShards:
     def read_all(self, cursors: Mapping[int, int], searchers: Iterable[int] | None = None) -> Iterator[Shard]:
         """Yield all shards at or beyond the cursors, of the given searchers or of all; wait for missing ones.
 
-        Only for the beginning of an attempt, when only elastic searchers may be sealing. Names after the
-        last listed file are tried, too. Folders are listed again until they show no new shard of a searcher
-        that is not elastic.
+        Call this only at the beginning of an attempt, when no searchers but elastic ones seal. Names after
+        the last listed file are tried, too. Folders are listed again until they show no new shard of a
+        searcher that is not elastic.
         """
         cursors, more = dict(cursors), True
         while more:
@@ -447,7 +448,10 @@ class PendingShards:
         return sorted(number for number in {*listed, *cursors, *self._searchers} if number in self._among)
 
     def _read(self, searcher: int, index: int, *, beyond: bool = False) -> Iterator[Shard]:
-        """Yield a searcher's shards from ``index`` to the first missing one. beyond: even unlisted ones."""
+        """Yield a searcher's shards from ``index`` to the first missing one.
+
+        beyond: whether to try names after the last listed one, too.
+        """
         end, waited = self._listed_end(searcher), False
         while end is not None and (index < end or beyond):
             path, shard = self._run.shard_file(searcher, index), None
@@ -458,10 +462,10 @@ class PendingShards:
                 if not absent and not is_temporary(error):
                     raise
                 if absent and index >= end:
-                    self._missed.pop(path, None)  # the file server may have been away at an earlier try
+                    self._missed.pop(path, None)  # an earlier try may have found the server away
                     return
                 if path not in self._given_up:
-                    # Of several absent files in a row, only the first is waited for.
+                    # Only the first absent file is waited for. The others had as much time to appear.
                     if not self._give_up_if_late(path, error, at_once=waited and absent):
                         return
                     waited = True
@@ -470,7 +474,7 @@ class PendingShards:
             index += 1
 
     def _listed_end(self, searcher: int) -> int | None:
-        """Return the index after the last listed shard; None if the folder cannot be listed at the moment.
+        """Return the index after a searcher's last listed shard; None if the folder cannot be listed now.
 
         A folder that could not be listed for ``timeout`` seconds counts as empty.
         """
@@ -485,7 +489,7 @@ class PendingShards:
         return end
 
     def _load(self, path: Path) -> Shard | None:
-        """Read a shard; None if it is set aside, now or before. Raises AnotherVersionError or OSError."""
+        """Read a shard; None if it has been or is now set aside. Raises AnotherVersionError or OSError."""
         shard = None
         for last in (False, True):  # twice, because this machine may have cached old contents of the file
             try:
@@ -518,9 +522,9 @@ class PendingShards:
         return shard
 
     def _give_up_if_late(self, path: Path, error: OSError, *, at_once: bool = False) -> bool:
-        """Give ``path`` up if it was unreadable for ``timeout`` seconds; return whether it is given up.
+        """Give up ``path`` if it was unreadable for ``timeout`` seconds; return whether it is given up.
 
-        The run then goes on without the file. at_once: give it up without a further wait.
+        The run goes on without a file that is given up. at_once: whether to give it up without a wait.
         """
         if path in self._given_up:
             return True

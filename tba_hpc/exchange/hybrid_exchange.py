@@ -2,7 +2,7 @@
 
 Weights go to the MPI world first. When that round is over, the trainer's next call of ``publish``, ``gather``
 or ``collect`` starts a thread that copies them to files. So elastic searchers get the weights a moment later,
-and the other searchers do not wait for the copy.
+and the other searchers do not wait for the copying.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class HybridTrainerExchange:
     """Combines the trainer's ends over MPI and over files. Only searchers of the MPI world evaluate.
 
-    files: the end over files, which finds only the shards of elastic searchers. has_elastic: function that
-    returns whether any elastic searcher is there; while there is none, no weights are copied to files.
+    world, files: the ends over MPI and over files. ``files`` finds only shards of elastic searchers.
+    has_elastic: function that returns whether any elastic searcher is there; while there is none, no weights
+    are copied to files.
     """
 
     def __init__(
@@ -32,8 +33,8 @@ class HybridTrainerExchange:
         self._world = world
         self._files = files
         self._has_elastic = has_elastic
-        self._newest: Publication | None = None  # published last in the MPI world
-        self._passed_on: Publication | None = None  # copied to files last, or being copied
+        self._newest: Publication | None = None  # what was published last in the MPI world
+        self._passed_on: Publication | None = None  # what was copied to files last, or is being copied
         self._closed = False
 
     def publish(self, publication: Publication, write: Write) -> bool:

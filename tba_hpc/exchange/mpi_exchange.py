@@ -1,6 +1,6 @@
 """Exchange of weights and shards over MPI, in rounds. ``mpi_world`` wraps MPI itself.
 
-The leader (trainer 0) starts every round. On each rank the thread ``exchange`` carries it out:
+The leader (trainer 0) starts every round. On each rank the thread ``exchange`` carries out the round:
 
     leader                                   every other rank
     header (purpose, version, …)     ──►
@@ -13,10 +13,10 @@ Published weights have *sequence numbers* from 0. A node keeps them in two files
 replace weights n − 2, and are written after the round of weights n − 1. Nobody reads what is overwritten,
 because:
 
-- Every rank that reads weights holds a *reader* of their file. A searcher's exchange thread opens it in the
-  round that brings the weights, and shows the weights to the main thread. At the same time it drops the
-  reader of the previous weights, unless the main thread has taken those. So after the round of weights n − 1
-  nobody begins to read weights n − 2.
+- Every rank that reads weights holds a *reader* of their file. A searcher's exchange thread opens the reader
+  in the round that brings the weights, and shows the weights to the main thread. At the same time it drops
+  the reader of the previous weights, unless the main thread has taken them. So after the round of weights
+  n − 1 nobody begins to read weights n − 2.
 - The lowest rank of a node confirms the round of weights n − 1 only when nobody reads weights n − 2 any more.
   If a rank goes on reading, in an evaluation or because its engine is slow, a third file takes the place of
   the file that it reads.
@@ -60,25 +60,25 @@ IDLE_PAUSE = 2e-3
 SWITCH_SECONDS, PYTHONS_SECONDS = 5e-5, sys.getswitchinterval()
 """Python's switch interval during a round, and its default (5 ms) for all other times, in seconds.
 
-A busy main thread may keep the exchange thread from running for that long, and MPI moves data only while the
-exchange thread polls it.
+A busy main thread may keep the exchange thread from running for one interval, and MPI moves data only while
+the exchange thread polls it.
 """
 
 
 class Purpose(IntEnum):
-    """Purpose of the leader's message: a round with or without weights, the end of the run, or a delay."""
+    """Purpose of the leader's message HEADER: a round with or without weights, the run's end, or a delay."""
 
     PUBLISH = 1  # weights out, shards in
     GATHER = 2  # shards in
     END = 3  # the run is over: no further rounds
-    WAIT = 4  # no new round yet, because another rank has not confirmed the last one
+    WAIT = 4  # the next round begins later, because another rank has not confirmed this one
 
 
 class Status(IntEnum):
-    """A rank's answer at the end of a round: that it confirms the round, or is not ready to do so."""
+    """A rank's answer at the end of a round."""
 
     CONFIRMED = 1
-    BUSY = 2  # alive, but not ready to confirm: see ``_until_free``
+    BUSY = 2  # alive, but not ready to confirm the round: see ``_until_free``
 
 
 HEADER = np.dtype(
@@ -89,7 +89,7 @@ HEADER = np.dtype(
         ("publication", "S512"),  # the Publication as JSON; empty if the round has no weights
     ]
 )
-"""The leader's message to every rank at the start of a round."""
+"""The leader's message to another rank: a round begins, the run is over, or the rank must wait (Purpose)."""
 
 READY = np.dtype([("stop", "<i8"), ("shards", "<i8")])
 """A rank's first answer in a round: whether it asks to stop the run (1 or 0), and how many shards follow."""
@@ -164,11 +164,11 @@ class MpiTrainerExchange:
         )
 
     def publish(self, publication: Publication, write: Write) -> bool:
-        """Start a round; see ports.TrainerExchange. ``write`` fills this node's memory in place.
+        """Start a round with new weights; see ports.TrainerExchange. ``write`` fills this node's memory.
 
         With several trainer ranks, rank i writes part i of ``layout.parts``. The leader does so in ``write``,
         the others write into the memory that ``MpiTrainerFollower.next_weights`` returns. The round begins
-        when all have written.
+        when all have written their parts.
         """
         if not self._thread.finished:
             return False
@@ -201,7 +201,7 @@ class MpiTrainerExchange:
         return self._stop_requested
 
     def close(self) -> None:
-        """Finish the round in progress, without waiting for evaluations or readers, and end the run."""
+        """Finish the round in progress, without waiting for evaluations or readers; then end the run."""
         self._closing = True
         self._thread.wait()
         self._thread.start(self._end)
@@ -213,7 +213,7 @@ class MpiTrainerExchange:
 
     @_attentive()
     def _round(self, purpose: Purpose, written: Callable[[], object] | None = None) -> None:
-        """Run one whole round. written: function that waits until the weights are completely written."""
+        """Run a whole round. written: function that waits until new weights are written; None without any."""
         if written:
             written()
         self._rounds += 1
@@ -239,7 +239,7 @@ class MpiTrainerExchange:
         return np.array([(purpose, self._rounds, self._sequence, text)], HEADER)
 
     def _shard_sizes(self) -> dict[int, np.ndarray]:
-        """Receive every rank's answer; return, by rank, the sizes of the shards that follow, int64, bytes."""
+        """Receive every rank's answer; return, by rank, the sizes (int64, bytes) of the shards to come."""
         ready = {rank: np.zeros(1, READY) for rank in self._world.peers}
         answers = [self._world.receive(ready[rank], rank, Tag.READY) for rank in ready]
         self._world.wait_for(answers, f"did not answer in round {self._rounds}")
@@ -252,7 +252,7 @@ class MpiTrainerExchange:
     def _await_confirmations(self) -> None:
         """Wait until every rank has confirmed the round and this node has room for the next weights.
 
-        The deadline of a rank begins again whenever it reports BUSY.
+        The deadline of a rank starts anew whenever the rank reports BUSY.
         """
         told = time.monotonic()
         waiting_since = dict.fromkeys(self._world.peers, told)
@@ -275,7 +275,7 @@ class MpiTrainerExchange:
             time.sleep(LONGEST_PAUSE)
 
     def _let_wait(self, ranks: list[int]) -> None:
-        """Tell the ranks that have confirmed to wait, because otherwise they would give up on the leader."""
+        """Tell ranks that have confirmed the round to wait; otherwise they would give up on the leader."""
         wait = self._header(Purpose.WAIT)
         sends = [self._world.send(wait, rank, Tag.HEADER) for rank in ranks]
         self._world.wait_for(sends, f"did not take the message that round {self._rounds} goes on")
@@ -304,10 +304,10 @@ class MpiTrainerExchange:
 
 
 class _Peer:
-    """Base of the ranks that answer the leader's rounds. By itself it sends no shards and uses no weights.
+    """Base class of the exchange on ranks that answer the leader. It sends no shards and uses no weights.
 
-    Construct it when the rank is ready for weights, since the leader waits for that. The constructor waits
-    for the leader, and raises ExchangeError if it does not answer in time.
+    Construct it when the rank is ready for weights, since the leader waits for all ranks to be ready. The
+    constructor waits for the leader, and raises ExchangeError if the leader does not answer in time.
     """
 
     def __init__(self, world: MpiWorld) -> None:
@@ -375,14 +375,14 @@ class _Peer:
     """
 
     def _prepare(self) -> tuple[bool, list[np.ndarray]]:
-        """Return whether to ask for a stop of the run, and the shards to send, as their bytes, uint8."""
+        """Return whether to ask for a stop of the run, and the bytes, uint8, of each shard to send."""
         return False, []
 
     def _show(self, header: np.void) -> None:
         """Make the weights that have arrived available to the main thread."""
 
     def _handed_over(self) -> None:
-        """Record that the leader has fetched the shards that this rank sent in the round."""
+        """Note that the leader has fetched the shards that this rank sent in the round."""
 
     def _is_free(self) -> bool:
         """Return whether newer weights may replace those that were shown to the main thread."""
@@ -392,7 +392,7 @@ class _Peer:
 class MpiTrainerFollower(_Peer):
     """A trainer rank other than the leader. It writes its part of ``layout.parts`` and takes part in rounds.
 
-    ``next_weights`` returns the memory for it.
+    ``next_weights`` returns the memory for its part.
     """
 
     _sequence = -1
@@ -411,7 +411,7 @@ class MpiTrainerFollower(_Peer):
 class MpiSearcherExchange(_Peer):
     """A searcher's end of the exchange. No call waits.
 
-    Every call also shows that the main thread is alive, which the exchange's thread reports to the leader.
+    Every call but ``progress`` also shows that the main thread is alive, which the exchange's thread reports.
     """
 
     def __init__(self, world: MpiWorld) -> None:
@@ -420,7 +420,7 @@ class MpiSearcherExchange(_Peer):
         self._in_transit = 0  # number of shards that the leader is fetching
         self._stop = False
         self._unseen: WeightUpdate | None = None
-        self._holding = False  # whether the main thread has taken weights and has not called since
+        self._holding = False  # whether the last call was a ``poll`` that returned weights
         self._last_call = 0.0
         super().__init__(world)
 
@@ -429,7 +429,7 @@ class MpiSearcherExchange(_Peer):
         return self._progress
 
     def offer(self, shard: Shard) -> None:
-        """Offer a sealed shard for the next round. If none follows, a resume reads the shard from disk."""
+        """Offer a sealed shard for the next round. Without a next round, a resume reads it from disk."""
         assert shard.image is not None, "a shard that this process sealed has the bytes of its file"
         self._called()
         with self._lock:

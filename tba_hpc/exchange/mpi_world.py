@@ -77,27 +77,30 @@ generations: how often each file has given back its memory.
 """
 
 RELEASE_SECONDS = 1.0
-"""Seconds after which the spare file replaces a file that is needed for new weights but still read."""
+"""Seconds after which the spare file replaces a file that new weights need but a rank still reads."""
 
 READ_DEADLINES = IDLE_DEADLINES - 2
-"""Number of deadlines for which readers may delay new weights if the spare file cannot be used. After that
-the lowest rank of their node raises an error that names the node, before others give up on the next round."""
+"""Number of deadlines for which readers may delay new weights if the spare file cannot be used.
+
+After that, the lowest rank of the readers' node raises an error that names the node. Other ranks would give
+up on the next round only later.
+"""
 
 END_DEADLINES = 2
-"""Number of deadlines for which ranks may score and seal what they hold once the run is over."""
+"""Number of deadlines that ranks may take to score and seal what they hold once the run is over."""
 
 
 class Tag(IntEnum):
     """Kinds of point-to-point messages."""
 
-    JOIN = 1  # host name of a rank; then those of all ranks
-    CONNECT = 2  # a rank is set up; then the leader's Welcome
-    HEADER = 3  # start of a round
+    JOIN = 1  # a rank's host name to the leader; then all host names to each rank
+    CONNECT = 2  # a rank is set up; then the leader answers with Welcome
+    HEADER = 3  # start of a round, end of the run, or a delay
     READY = 4  # number of a rank's shards in a round, and their sizes
     SHARD = 5  # bytes of a shard
     ARRIVED = 6  # within a node: the weights of a round are complete
     STATUS = 7  # a rank confirms a round, or says that it is busy
-    LEAVE = 8  # a rank has ended its work
+    LEAVE = 8  # a rank has ended its work; then the leader says that all have
 
 
 _HANGS = "its process or its node hangs; see its log"
@@ -111,7 +114,7 @@ def finalize() -> None:
 
 
 def split_by_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """Return a communicator of the ranks that share this rank's memory."""
+    """Return a communicator of those ranks of ``comm`` that share memory with this rank."""
     return cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
 
 
@@ -129,7 +132,7 @@ class Welcome(msgspec.Struct):
 
 @dataclass
 class MpiWorld:
-    """The ranks of a run, and messages between them. Made by ``join``.
+    """The ranks of a run, and messages between them. ``join`` makes one.
 
     *World ranks* number the trainers first and then the searchers, even if MPI numbers them differently.
     """
@@ -142,11 +145,11 @@ class MpiWorld:
     deadline: float
     """Longest wait for another rank, in seconds."""
     node_split: Callable[[MPI.Intracomm], MPI.Intracomm]
-    """Function from a communicator to a smaller one, of those ranks that share this rank's memory."""
+    """Function that takes a communicator, and returns one for those ranks that share this rank's memory."""
     hosts: tuple[str, ...] = ()
     """Host name of every world rank."""
     offset: int = 0
-    """Rank in ``comm`` of world rank 0."""
+    """Rank in ``comm`` of world rank 0; always 0 once ``join`` has returned."""
     work_deadline: float | None = None
     """Deadline once all ranks are set up, in seconds; None: ``deadline``."""
 
@@ -165,7 +168,7 @@ class MpiWorld:
 
         trainers, searchers: numbers of ranks in the config. deadline: longest wait for another rank, in
         seconds. work_deadline: longest wait once all ranks are set up, in seconds; None: ``deadline``.
-        node_split: as the attribute. If MPI numbers the searchers before the trainers, the launcher sets the
+        node_split: see the attribute. If MPI numbers the searchers before the trainers, the launcher sets the
         environment variable TBA_SEARCHERS_FIRST to "1". Raises ConfigError if size or role is wrong, and
         ExchangeError, which names the ranks, if some have not joined in time.
         """
@@ -233,9 +236,9 @@ class MpiWorld:
     def missing(
         self, ranks: Iterable[int], what: str, remedy: str = _HANGS, *, seconds: float
     ) -> ExchangeError:
-        """Return an error that names the missing ranks, or the first four of them, and a remedy.
+        """Return an error that names the first four of the missing ranks, and a remedy.
 
-        what: what they failed to do within ``seconds``, such as "did not join the world".
+        what: what the ranks failed to do within ``seconds``, such as "did not join the world".
         """
         names = [self.name(rank) for rank in sorted(set(ranks))]
         return ExchangeError(f"{first_few(names, 4)} {what} within {seconds:g} s: {remedy}")
@@ -253,8 +256,8 @@ class MpiWorld:
         """Wait for requests. Raises ExchangeError, which names the ranks that have not answered in time.
 
         what, remedy: as in ``missing``. seconds: longest wait; None: the deadline on the leader, and twice
-        the deadline on other ranks. So the leader gives up first: it alone hears from all ranks, and can name
-        the missing one. pause, longest: first and longest pause between two checks, in seconds.
+        the deadline on other ranks. So the leader gives up first. Only the leader hears from all ranks, and
+        can name the missing one. pause, longest: first and longest pause between two checks, in seconds.
         """
         seconds = seconds or self.deadline * (1 if self.rank == LEADER else 2)
         end = time.monotonic() + seconds
@@ -273,9 +276,9 @@ class MpiWorld:
     def connect_peers(
         self, layout: WeightLayout, *, progress: bytes, bucket_mb: int = BUCKET_MB
     ) -> NodeMemory:
-        """Wait, as the leader, until every rank is set up; then send ``progress`` to all.
+        """As the leader, wait until every rank is set up; then send ``layout`` and ``progress`` to all.
 
-        Returns the node's shared memory for weights.
+        Returns this node's shared memory for weights.
 
         layout: layout of the weights. bucket_mb: size of a broadcast between nodes, MiB. Raises
         ExchangeError, which names the ranks, if some are not set up in time.
@@ -362,9 +365,9 @@ class NodeMemory:
         self._files, table = self._open()
         self._order, self._generations = table["order"][0], table["generations"][0]
         self._maps = [file.map("r+") for file in self._files]
-        self._crowded: float | None = None  # when readers began to delay new weights, monotonic clock
+        self._crowded: float | None = None  # when readers began to delay new weights (monotonic)
         for place in self._order if world.role == "trainer" else ():
-            fault_in(self._maps[place])  # here, not while the trainer waits
+            fault_in(self._maps[place])  # now, not while the trainer waits for it
 
     def writable(self, sequence: int) -> np.ndarray:
         """Return this node's memory for the weights published as number ``sequence``, uint8 [layout.nbytes].
@@ -388,18 +391,18 @@ class NodeMemory:
         return self._maps[self._order[sequence % 2]]
 
     def _map_anew(self) -> None:
-        """Map again the files that released their memory, so that CUDA forgets the old pages."""
+        """Map anew the files that have given back their memory, so that CUDA forgets the old pages."""
         for place, generation in enumerate(self._generations.tolist()):
             if self._files[place].generation != generation:
                 self._files[place].generation = generation
                 self._maps[place] = self._files[place].map("r+")
 
     def make_room(self, sequence: int) -> bool:
-        """Return whether the weights of this sequence number may be written: nobody reads what they replace.
+        """Return whether nobody reads the weights that those of this sequence number will replace.
 
-        The node leader must call this method until the answer is True. On other ranks the answer is always
-        True. If weights are read for too long, the spare file takes the place of theirs. Raises ExchangeError
-        if readers have delayed new weights for READ_DEADLINES deadlines.
+        The node leader must call this until it returns True; on other ranks it always does. If the old
+        weights are read for RELEASE_SECONDS, the spare file takes the place of their file. Raises
+        ExchangeError if readers have delayed new weights for READ_DEADLINES deadlines.
         """
         if self._node.rank != 0:
             return True
@@ -430,7 +433,7 @@ class NodeMemory:
         """Allocate memory in ``spare`` for a third copy of the weights; return whether this succeeds."""
         if shutil.disk_usage(SHARED_MEMORY).free < self.layout.nbytes:
             return False
-        with suppress(OSError):  # another process has taken the memory
+        with suppress(OSError):  # another process has taken the memory meanwhile
             self._files[spare].allocate()
             return True
         return False
@@ -438,7 +441,7 @@ class NodeMemory:
     def _refuse_readers(self, seconds: float, *, spare_is_read: bool) -> None:
         """Raise ExchangeError if readers have delayed new weights for READ_DEADLINES deadlines.
 
-        seconds: how long they have delayed them. spare_is_read: whether the spare file is read, too.
+        seconds: time for which they have done so. spare_is_read: whether a rank reads the spare file, too.
         """
         longest = READ_DEADLINES * self._world.deadline
         if seconds <= longest:
@@ -455,7 +458,7 @@ class NodeMemory:
     def spread(self, sequence: int) -> None:
         """Copy the weights of this sequence number from the trainers' nodes into this node's memory.
 
-        All ranks of the world must call it. Raises ExchangeError if the others do not in time.
+        All ranks of the world must call this. Raises ExchangeError if others do not call it in time.
         """
         empty = np.empty(0, np.uint8)
         if self._node.rank == 0:
@@ -518,7 +521,7 @@ class NodeMemory:
     def _broadcast(self, sequence: int) -> None:
         """Broadcast the weights of this sequence number between node leaders, in buckets.
 
-        A node leader is the lowest rank of its node. With a single node, do nothing.
+        With a single node, does nothing.
         """
         weights = self._map_of(sequence)
         under_way: deque[Pending] = deque()
@@ -535,9 +538,9 @@ class NodeMemory:
 
 
 def _buckets(layout: WeightLayout, roots: list[int], bucket_bytes: int) -> list[tuple[int, int, int]]:
-    """List first byte, end and root of every broadcast; the root is the node whose trainer wrote these bytes.
+    """List first byte, end and root of every broadcast. The root is the node whose trainer wrote the bytes.
 
-    roots: node of each trainer rank. Roots take turns in the list, so that the network links of all are busy.
+    roots: node of each trainer rank. Roots take turns in the list, which keeps all their network links busy.
     """
     queues = [
         [

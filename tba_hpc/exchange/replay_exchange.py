@@ -1,6 +1,6 @@
 """The trainer's end of an exchange without searchers: it replays the shards of a recorded run in order.
 
-The metrics of a trainer record which shards arrived together, before which step, and which weights had been
+A trainer's metrics record which shards arrived together, before which step, and which weights had been
 published by then. So a trainer that behaves like the recorded one gets the same trajectories at the same
 steps.
 """
@@ -67,14 +67,14 @@ class Recording:
         return replace(self, arrivals=(Arrival(0, 0, 1, keys),))
 
     def only(self, there: Iterable[ShardKey]) -> Recording:
-        """Return a recording of only the shards in ``there``."""
+        """Return a recording without the shards that are not in ``there``."""
         known = set(there)
         left = (replace(one, shards=tuple(k for k in one.shards if k in known)) for one in self.arrivals)
         return replace(self, arrivals=tuple(one for one in left if one.shards))
 
 
 def of_behaviour(shard: Shard) -> Shard:
-    """Return a shard in which the policy that sampled each trajectory takes the place of its reference."""
+    """Return a shard whose reference, for each trajectory, is the policy that sampled the trajectory."""
     record = shard.trajectories.record.copy()
     record["reference"] = BEHAVIOUR
     logprobs = shard.trajectories.logprobs
@@ -84,10 +84,11 @@ def of_behaviour(shard: Shard) -> Shard:
 class ReplayExchange:
     """TrainerExchange that replays a recording.
 
-    If the trainer waits for more shards than had arrived at that step, perhaps because its config differs,
-    the next arrival comes early. If it waits and no arrival is left, ``stop_requested`` is True. read:
-    function that returns a shard. cursors: index of the first shard of each searcher that no earlier attempt
-    merged. step: function that returns how many optimizer steps the trainer has done.
+    If the trainer waits for more shards than had arrived by its step in the recorded run, perhaps because its
+    config differs, the next arrival comes early. If the trainer waits and no arrival is left,
+    ``stop_requested`` is True. read: function that returns a shard. cursors: by searcher, the index of its
+    first shard that no earlier attempt merged. step: function that returns how many optimizer steps the
+    trainer has done.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class ReplayExchange:
         self._step = step
 
     def publish(self, publication: Publication, write: Write) -> bool:
-        """Note the version that is published; nobody receives the weights.
+        """Note the version of the weights, but send them to nobody.
 
         Returns False if the recorded run went on beyond this version without publishing it.
         """

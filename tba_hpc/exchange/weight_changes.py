@@ -21,7 +21,7 @@ import numpy as np
 from tba_hpc.core.types import WeightLayout
 
 WORD, BLOCK = 2, 256
-"""Number of bytes in a word, and of words in a block, as many as a uint8 can index."""
+"""Number of bytes in a word, and number of words in a block, which is as many as a uint8 can index."""
 
 PIECE = 1 << 18
 """Number of 16-bit words that a thread compares at once; they fit in a core's cache."""
@@ -33,7 +33,7 @@ SAMPLES, SAMPLE = 64, 4096
 """Number of samples that are compared before all weights, and 16-bit words per sample."""
 
 MOST = 0.25
-"""Maximum size of changes, as a share of the size of the weights. Beyond it, whole weights are published."""
+"""Maximum size of changes, as a share of the size of the weights. If larger, whole weights are published."""
 
 LONGEST_CHAIN, HEAVIEST_CHAIN = 32, 0.5
 """Limits on the files of changes that follow whole weights: their number, and their total size as a share of
@@ -59,8 +59,8 @@ class DeltaMemory:
     def changes(self) -> np.ndarray | None:
         """Return the changes from the last to the incoming weights; None if these are to be published whole.
 
-        First weights and float32 weights are published whole. So are others if too much has changed, or if
-        the files of changes since the last whole weights have reached a limit (LONGEST_CHAIN).
+        The first weights and float32 weights are published whole. So are others if too much has changed, or
+        if the files of changes since the last whole weights have reached a limit (LONGEST_CHAIN).
         """
         if self._last is None or self._sizes is None or len(self._sizes) == LONGEST_CHAIN:
             return None
@@ -82,7 +82,7 @@ class DeltaMemory:
 def find_changes(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
     """Return the changes, uint8, from ``old`` to ``new``, both uint8 [nbytes]; None if they exceed MOST.
 
-    Samples are compared first, because that soon shows if everything has changed.
+    Samples are compared first, because they soon show whether everything has changed.
     """
     new, old = new.view(np.uint16), old.view(np.uint16)
     most = MOST * WORD * len(new)
@@ -116,7 +116,7 @@ def apply_changes(changes: np.ndarray, out: np.ndarray) -> None:
 def _parts(changes: np.ndarray, blocks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the counts, values and offsets of changes to ``blocks`` blocks, in the module's format.
 
-    Raises ValueError if they are of another number of blocks.
+    Raises ValueError if the changes are of another number of blocks.
     """
     counts_end = BYTES_PER_BLOCK * blocks
     counts = changes[:counts_end].view(np.uint16) if len(changes) >= counts_end else np.empty(0, np.uint16)

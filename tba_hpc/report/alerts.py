@@ -1,6 +1,6 @@
-"""Finds figures of a run that need attention, and puts each in a sentence: an alert.
+"""Finds figures of a run that need attention, and describes each in a sentence, an alert.
 
-The sentence names the figure, the step since which it is wrong, why this matters, and which key to change.
+The sentence names the figure, the step since which it is wrong, why that matters, and which key to change.
 Rules look at curves (``report.curves``), config and evaluations. The threshold of a rule is a value that is
 wrong for nearly every task, so that a healthy run raises no alert.
 """
@@ -34,21 +34,20 @@ EARLY_STEPS = 20
 """Number of steps that some alerts wait for."""
 
 FEW_COMPLETIONS = 200
-"""Number of completions below which equal rewards may be chance, in the first EARLY_STEPS. If one in ten is
-right, 200 contain a right one."""
+"""Number of completions up to which equal rewards may be chance, within the first EARLY_STEPS. If one in ten
+completions is right, 200 of them contain a right one."""
 
 WAIT_SECONDS = 60.0
-"""Time for which an attempt must have trained before the trainer's waits are judged, in seconds. Each attempt
-begins with a wait."""
+"""Seconds that an attempt must have trained before its waits are judged, because it begins with a wait."""
 
 LONG_SECONDS = 600.0
-"""Time after which waits are judged even if an attempt has trained for fewer than EARLY_STEPS, in seconds."""
+"""Seconds of training after which LEAST_POINTS steps suffice to judge waits, instead of EARLY_STEPS."""
 
 SEARCHER_LOG, ELASTIC_LOG = "tba logs RUN --rank searcher-0", "tba logs RUN --rank elastic"
-"""Commands that show why trajectories were set aside, the second in a run whose searchers are all elastic."""
+"""Commands that show why trajectories were set aside. The second is for runs with elastic searchers only."""
 
 HUGE = 1e6
-"""Absolute mean reward above which rewards explain why a loss or gradient norm is not finite."""
+"""Absolute mean reward above which the rewards explain why a loss or gradient norm is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class View:
 
     @property
     def share_correct(self) -> float | None:
-        """Last evaluation's share of correct answers, or before any evaluation the mean reward.
+        """Share of correct answers in the last evaluation; before the first evaluation, the mean reward.
 
         None if no answer can be called correct, see ``Evaluation.tells_correct``.
         """
@@ -105,7 +104,7 @@ class View:
 
     @property
     def is_early(self) -> bool:
-        """True while equal rewards may be chance: there were few completions, and few steps."""
+        """True while completions and steps are so few that equal rewards may be chance."""
         return self.trends.trajectories < FEW_COMPLETIONS and self.trainer.step < EARLY_STEPS
 
     @property
@@ -115,7 +114,7 @@ class View:
 
     @property
     def lower_rate(self) -> str:
-        """Clause with the remedy of many alerts, a lower peak of the learning rate, and its present value."""
+        """Clause that advises a lower peak of the learning rate, the remedy in many alerts."""
         return f"lower train.learning_rate.peak (now {self.config.train.learning_rate.peak:g})"
 
     def values(self, name: str) -> list[float]:
@@ -125,7 +124,7 @@ class View:
     def wrong_since(self, name: str, is_wrong: Callable[[float], bool]) -> tuple[float, int] | None:
         """Return a metric's current value, and the step since which every point of its trend is wrong.
 
-        Returns None unless both the current value and the trend's last point are wrong.
+        Returns None if the current value or the trend's last point is right. is_wrong: judges a value.
         """
         now, since = self.trends.latest(name), _since(self.trends.trend(name), is_wrong)
         return (now, since) if now is not None and since is not None and is_wrong(now) else None
@@ -155,7 +154,7 @@ def _alert(words: str, since: int | None = None, *, key: str, why: str, remedy: 
 
 
 def _since(points: Sequence[Point], is_wrong: Callable[[float], bool]) -> int | None:
-    """Return the first step since which every point is wrong; None if the last point is not."""
+    """Return the first step since which every point is wrong; None if the last point is right."""
     first = None
     for point in reversed(points):
         if not is_wrong(point.value):
@@ -165,7 +164,7 @@ def _since(points: Sequence[Point], is_wrong: Callable[[float], bool]) -> int | 
 
 
 def _smooth(points: Sequence[Point]) -> list[Point]:
-    """Return the mean of every SMOOTH neighbouring points, at the step of their middle."""
+    """Return the moving mean over SMOOTH points, at the step of the middle one."""
     windows = (points[i : i + SMOOTH] for i in range(len(points) - SMOOTH + 1))
     return [
         Point(window[SMOOTH // 2].step, fmean(point.value for point in window), SMOOTH) for window in windows
@@ -232,7 +231,7 @@ def constant_reward(view: View) -> Alert | None:
     truncated = view.trends.latest("search/truncated_share")
     cut = f", {_share(truncated)} of them cut off at generator.max_tokens" if truncated else ""
     found = f"reward {_few(values[-1])} for every one of {view.trends.trajectories:,} completions{cut}"
-    if truncated and truncated > 0.99:  # a model that cannot end answers ends some by chance
+    if truncated and truncated > 0.99:  # not 1, since a model that cannot end its answers ends some by chance
         return _alert(
             found,
             key="tba samples RUN",
@@ -453,7 +452,7 @@ def collapsed_entropy(view: View) -> Alert | None:
 
 
 def few_effective(view: View) -> Alert | None:
-    """Alert if an objective that reweights samples by π_θ/π_behaviour learns from few of them."""
+    """Alert if an objective that weights samples by π_θ/π_behaviour learns from only a few of them."""
     train = view.config.train
     if not train.objective.policy_gradient and not isinstance(train.ratio_bound, RatioWeighted):
         return None  # trajectory balance holds for any sampling distribution
@@ -481,7 +480,7 @@ def first_samples(view: View) -> Alert | None:
     early = max(EARLY_STEPS, view.config.train.steps // 5)  # at first, most data are early
     if age is None or steps < early or view.config.exchange.max_staleness is not None:
         return None
-    if age <= 0.35 * steps or ages[0] > age:  # ages fall in a replay ``at_once``
+    if age <= 0.35 * steps or ages[0] > age:  # in a replay ``at_once``, ages fall at first
         return None
     return _alert(
         f"data were {_few(age)} steps old on average over {steps} steps",
@@ -514,7 +513,7 @@ def engine_gap(view: View) -> Alert | None:
 
 
 def biased_samples(view: View) -> Alert | None:
-    """Alert if top_p or another setting selects samples that the objective takes to follow the policy."""
+    """Alert if top_p or another setting filters samples that the objective assumes to be the policy's."""
     train, generator, buffer = view.config.train, view.config.generator, view.config.buffer
     own, gradient = train.objective.own_samples, train.objective.policy_gradient
     chosen = gradient and buffer.chooses_by_reward
@@ -546,7 +545,7 @@ def flat_groups(view: View) -> Alert | None:
     wrong = view.wrong_since(name, lambda value: value > 0.8)
     if wrong is None or view.is_early or not view.unsolved:
         return None
-    if constant_reward(view):  # which explains it
+    if constant_reward(view):  # a constant reward explains equal rewards
         return None
     return _alert(
         f"{_share(wrong[0])} of the groups have one reward for all completions",
@@ -559,7 +558,7 @@ def flat_groups(view: View) -> Alert | None:
 
 
 def truncated(view: View) -> Alert | None:
-    """Alert if over half of completions hit the token limit, or 15 percentage points more than at first."""
+    """Alert if over half of completions are cut off, or 15 percentage points more than at first."""
     name, limit = "search/truncated_share", view.config.generator.max_tokens
     values, now = view.values(name), view.trends.latest(name)
     grew = now is not None and now - values[0] > 0.15
@@ -588,14 +587,14 @@ def truncated(view: View) -> Alert | None:
 def waiting_trainer(view: View) -> Alert | None:
     """Alert if the trainer has waited for data for more than half of its time."""
     share = view.values("train/wait_share")[-1:]
-    if not share or share[0] <= 0.5 or view.synchronous or slow_reward(view):  # a slow reward explains it
+    if not share or share[0] <= 0.5 or view.synchronous or slow_reward(view):  # slow rewards cause waits
         return None
     attempt = view.trainer.stretches[-1]
     steps, seconds = view.trainer.step - attempt.first, attempt.end - attempt.start
     if seconds < WAIT_SECONDS or steps < (EARLY_STEPS if seconds < LONG_SECONDS else LEAST_POINTS):
         return None
     limits = "exchange.max_staleness or buffer.replay_limit if one of these limits"
-    if view.config.buffer.replay_limit == 1:  # data are meant to be used once
+    if view.config.buffer.replay_limit == 1:  # in a queue, all data are used once
         limits = "exchange.max_staleness if this limit"
     return _alert(
         f"trainer has waited {_share(share[0])} of its time",
@@ -606,7 +605,7 @@ def waiting_trainer(view: View) -> Alert | None:
 
 
 def _slow_partner(view: View) -> str:
-    """Return the first remedy for slow completions if an environment or program takes part; else ""."""
+    """Return the first remedy for slow completions if an environment or program takes part; "" otherwise."""
     if view.config.task.name == "agent":
         return (
             "make the program start faster if searchers' processors are busy with it (an import of openai "
@@ -618,8 +617,8 @@ def _slow_partner(view: View) -> str:
 def slow_reward(view: View) -> Alert | None:
     """Alert if rewards take more than 70 % of the searchers' time, on average over the newest records.
 
-    A record counts the whole time of the rewards that ended since the record before, and nothing of those
-    that still run. A single value may therefore be 0 or above 1.
+    A record counts the whole time of the rewards that ended since the record before it, but no time of
+    rewards that still run. A single value may therefore be 0 or above 1.
     """
     share = view.trends.latest("search/reward_share")
     if share is None or share <= 0.7 or len(view.values("search/reward_share")) < LEAST_POINTS:

@@ -12,13 +12,13 @@ Event = Mapping[str, Any]
 """A line of events.jsonl; see ``run.events.log_event``."""
 
 STARTS = ("started", "resumed")
-"""Events in a rank's metrics that begin an attempt; counts in the rank's records then restart at 0."""
+"""Events in a rank's metrics that begin an attempt. Counts in the rank's later records start again at 0."""
 
 ENDS = ("failed", "aborted", "stopped", "finished", "refused")
 """Events that end an attempt."""
 
 KILLED = "killed"
-"""Outcome of an attempt whose end is in no event: its node was lost, or its launcher was killed."""
+"""Outcome of an attempt whose end no event notes, because its node was lost or its launcher killed."""
 
 FAULTS = {
     "rebuilds": "engine rebuilt",
@@ -42,8 +42,8 @@ class Attempt:
     name: such as ``attempt-003``, empty if no ranks were started. job: id of the Slurm job, or empty.
     restarts: how often this job had been requeued. trainers, searchers: numbers of ranks. start, end: unix
     seconds; ``end`` is None while the attempt goes on, or if no event notes its end. outcome: one of ENDS,
-    KILLED, or empty while it goes on. note: exit status of a failure, with nodes that were unreachable after
-    it, or the sentence of a refusal. requeued: whether the job then went back to the queue.
+    KILLED, or empty while it goes on. note: for a failure, the exit status and the nodes that were
+    unreachable afterwards; for a refusal, its sentence. requeued: whether the job then queued again.
     """
 
     name: str = ""
@@ -64,7 +64,7 @@ class Attempt:
 
 
 def attempts(events: Sequence[Event]) -> list[Attempt]:
-    """Return all attempts of a run, oldest first. events: all of the run's, oldest first."""
+    """Return all attempts of a run, oldest first. events: all events of the run, oldest first."""
     found: list[Attempt] = []
     for event in events:
         kind, last = event.get("event"), found[-1] if found else None
@@ -121,7 +121,7 @@ def fault_words(faults: Mapping[str, int]) -> list[str]:
 
 @dataclass
 class CumulativeCounter:
-    """Sum over all attempts of a metric that counts from 0 in each.
+    """Sum, over all attempts, of a metric that counts from 0 in each attempt.
 
     name: the metric. last: its value in the present attempt.
     """

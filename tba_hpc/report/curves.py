@@ -1,6 +1,6 @@
 """Condenses a run's metrics, record by record, to curves of at most 256 points.
 
-Curves of several ranks can be added.
+The curves of several ranks can be added to one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEP_CURVES = tuple(name for name in CURVES if not name.startswith("search/"))
 """Metrics of the trainer's records, one record per optimizer step."""
 
 FRESH_CURVES = tuple(name for name in CURVES if name.startswith("search/"))
-"""Metrics of searchers' records. Records are weighted by their trajectories, except for OF_TIME."""
+"""Metrics of searchers' records. A record's weight is its number of trajectories, but 1 for OF_TIME."""
 
 NAMED = "search/reward/"
 """Beginning of the names of the metrics of a task's named rewards."""
@@ -58,8 +58,8 @@ class Curve:
     """Weighted means over equally wide spans of steps; values may come in any order.
 
     limit: largest number of spans; if there are more, their width doubles. width: width of a span, in steps.
-    sums: Σ value · weight and Σ weight of each span, by the span's number: first step ÷ width. latest_weight:
-    minimum total weight of the newest points that ``latest`` averages.
+    sums: Σ value · weight and Σ weight of each span, by the span's number, which is its first step ÷ width.
+    latest_weight: minimum total weight of the newest points that ``latest`` averages.
     """
 
     limit: int = POINTS
@@ -81,7 +81,7 @@ class Curve:
         self._bound()
 
     def cut(self, step: int) -> None:
-        """Drop the spans that begin after ``step``: a resume does those steps again."""
+        """Drop the spans that begin after ``step``, because a resume does their steps again."""
         self.sums = {span: sums for span, sums in self.sums.items() if span * self.width <= step}
 
     @property
@@ -99,7 +99,7 @@ class Curve:
 
     @property
     def latest(self) -> float | None:
-        """Mean of the newest points that together just reach ``latest_weight``; None without points."""
+        """Mean of as many newest points as it takes to reach ``latest_weight``; None without points."""
         newest, weight = [], 0.0
         for point in reversed(self.points):
             if weight >= self.latest_weight:
@@ -152,7 +152,7 @@ class Trends:
     first_log_ratio: train/log_ratio of the first step; None before this step, or if train/reference_power is
     not 1 there. last_skip: the last skipped step, None if there is none. trajectories: completions that
     searchers scored. rejected: trajectories set aside, since they have no usable reward. rejected_before:
-    those of them that earlier attempts set aside. nan_groups: groups sampled again, since a log-probability
+    number of these that earlier attempts set aside. nan_groups: groups sampled again, since a log-probability
     was NaN. graded: whether some reward was neither 0 nor 1. skips: counter of skipped steps.
     """
 

@@ -1,4 +1,4 @@
-"""Computes what status, summary, report and compare show of a run, from its files as they grow.
+"""Computes what ``tba`` status, summary, report and compare show of a run, from its growing files.
 
 A run can be read at any time and on any machine that sees its directory. Memory is bounded: each metrics file
 has a digest beside it (``report.digest``), and only the lines after the digest are read.
@@ -32,7 +32,7 @@ SHORT_RUN_SECONDS = 600.0
 """Seconds for which a run outside a job must have held its machine before its ETTR is shown."""
 
 MANY_SEARCHERS = 4
-"""Largest number of searchers whose rates are shown one by one; for more, their mean is shown."""
+"""Largest number of searchers whose rates are shown one by one. For more searchers, the mean is shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +40,10 @@ class Counts:
     """Counts of what a run has done, for ``tba status``, ``tba audit`` and the summary.
 
     attempts: starts of the trainer's loop. steps: optimizer steps, each counted once. redone: steps that
-    resumes had to do again. shards, trajectories, tokens: acknowledged ones, merged or not yet; ``tokens``
-    leaves out prompts, but includes what environments gave. duplicates: merged trajectories that the replay
-    buffer rejected as duplicates. evicted: trajectories that it evicted. dropped: trajectories left out of
-    merges, because an earlier shard had answered their request.
+    resumes had to do again. shards, trajectories, tokens: acknowledged ones, whether merged or not;
+    ``tokens`` leaves out prompts, but includes what environments gave. duplicates: merged trajectories that
+    the replay buffer rejected as duplicates. evicted: trajectories that the buffer evicted. dropped:
+    trajectories left out of merges, because an earlier shard had answered their request.
     """
 
     attempts: int
@@ -62,8 +62,8 @@ class RunData:
 
     finished: whether nothing is left to do. trainer: digest of the trainer's metrics. searchers: digests of
     the searchers' metrics, by index. all_events: all events of the run, see ``run.events.log_event``.
-    events: these without the ones of ``tba submit``, after which a run may wait in the queue for days.
-    evaluations: the complete ones, by name.
+    events: all events but those of ``tba submit``, after which a run may wait in the queue for days.
+    evaluations: complete evaluations, by name.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -227,7 +227,7 @@ class RunData:
 
     @property
     def ends(self) -> list[float]:
-        """End of each attempt in unix seconds, or the trainer's last record so far if no end was noted."""
+        """End of each attempt, in unix seconds; if none was noted, the time of the trainer's last record."""
         return [
             attempt.end or max([attempt.start, *(stretch.end for stretch in stretches)])
             for attempt, stretches in zip(self.attempts, self.stretches, strict=True)
@@ -237,8 +237,8 @@ class RunData:
     def ettr(self) -> float | None:
         """Effective training time ratio: time of steps, each counted once, ÷ time that machines were held.
 
-        None before the first attempt; if the ratio exceeds 1, because a clock was set back; and for a run of
-        less than SHORT_RUN_SECONDS without a job, since the start of the engines would decide it.
+        None before the first attempt, and if the ratio exceeds 1, because a clock was set back. Also None for
+        a run of less than SHORT_RUN_SECONDS without a job, where the start of the engines would dominate.
         """
         held, useful = held_seconds(self.attempts, self.ends), self.step * (self.step_seconds.mean or 0.0)
         if held < SHORT_RUN_SECONDS and not any(attempt.job for attempt in self.attempts):
@@ -263,14 +263,14 @@ def history_text(values: Iterable[object]) -> str:
 
 
 def _is_event(line: Event) -> bool:
-    """Return whether a line of events.jsonl has the fields of all events; others are ignored."""
+    """Return whether a line of events.jsonl has the fields that all events have; other lines are ignored."""
     known = (("event", str), ("time", float | int), ("job", str), ("restarts", int))
     is_job = re.fullmatch(r"(\d+(_\d+)?)?", str(line.get("job"))) is not None  # 49_1 in an array
     return all(isinstance(line.get(name), kind) for name, kind in known) and is_job
 
 
 def read_evaluations(run: RunDir, known: dict[str, Evaluation] | None = None) -> dict[str, Evaluation]:
-    """Read the complete evaluations of a run, by name; those in ``known`` are not read again."""
+    """Read the complete evaluations of a run, by name. Evaluations in ``known`` are not read again."""
     found = {
         name: (known or {}).get(name) or find_evaluation(run, split, step)
         for name, (split, step) in evaluations_on_disk(run).items()

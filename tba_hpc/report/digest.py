@@ -1,7 +1,7 @@
 """Condenses a metrics file, record by record, to a digest of bounded size, which is kept beside the file.
 
 The rank that writes the metrics also writes the digest (``KeptDigest``), so that readers parse only the last
-lines even of a long run. A digest that is missing or does not fit its file is made again from all lines.
+lines even of a long run. A digest that is missing, or does not fit its file, is made anew from all lines.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tba_hpc.run.metrics import MetricsTail, Record, number
 log = logging.getLogger(__name__)
 
 FORMAT = 17
-"""Version of digest files; digests of other versions are made again from the lines."""
+"""Version of digest files. A digest of another version is made anew from all lines."""
 
 KEEP_SECONDS = 60.0
 """Shortest pause between two writes of a digest; readers parse the lines after the last write."""
 
 CHECKPOINTS = 16
-"""Number of newest checkpoints whose counts are kept, since a resume begins with its checkpoint's counts."""
+"""Number of newest checkpoints whose counts are kept, since a resume starts from its checkpoint's counts."""
 
 PHASES = ("started", "resumed", "filling", "waiting", "stopped", "finished")
 """Events that begin a phase of the trainer."""
@@ -79,10 +79,10 @@ class Merged:
 class Stretch:
     """The span of time and steps in which the trainer of one attempt trained.
 
-    start: time at which the attempt's first step began, unix seconds; until there is one, of the last record.
-    end: time of the last record. If the clock is set back, ``start`` moves back as far, so that
-    ``end − start`` stays right. first, last: steps of the first and last record. event: the last record's
-    event, empty if it has none. begun: whether a step was taken.
+    start: time at which the attempt's first step began, unix seconds; before that step, time of the last
+    record. end: time of the last record. If the clock is set back, ``start`` moves back as far, so that
+    ``end − start`` stays right. first, last: steps of the first and last record. event: event of the last
+    record; empty if it has none. begun: whether a step was taken.
     """
 
     start: float
@@ -100,7 +100,7 @@ class TrainerDigest:
     phase: the last event of PHASES, or ``training`` if a step came after it. latest: newest value of every
     figure. checkpoint: event of the newest complete checkpoint. postponed: event of the present attempt's
     newest checkpoint that found no space, if none was completed since. damaged: events of checkpoints that
-    were set aside. step: optimizer steps done. starts: number of attempts. redone: steps that resumes had to
+    were set aside. step: optimizer steps done. starts: starts of the loop. redone: steps that resumes had to
     do again. merged: counts up to now. saved: counts that the newest checkpoints contain, oldest first.
     """
 
@@ -156,7 +156,7 @@ class TrainerDigest:
         self.latest = {**self.latest, **record}
 
     def _save(self, revision: int) -> None:
-        """Keep the present counts for the checkpoint of this revision, unless some are kept for it.
+        """Keep the present counts as those of a checkpoint, unless its counts are kept already.
 
         revision: how often merges and evictions had changed the checkpoint's buffer.
         """
@@ -164,14 +164,14 @@ class TrainerDigest:
             self.saved = [*self.saved, self.merged.copy()][-CHECKPOINTS:]
 
     def _begin(self, step: int, revision: int) -> None:
-        """Reset counts to those of the checkpoint from which an attempt begins; without one, to 0.
+        """Reset the counts to those of the checkpoint from which an attempt begins; without one, to 0.
 
-        step, revision: that checkpoint's, see ``_save``; without one, 0.
+        step, revision: step and revision (see ``_save``) of the checkpoint; 0 without one.
         """
         self.starts += 1
         self.redone, self.step = self.redone + max(0, self.step - step), step
         self.saved = [saved for saved in self.saved if saved.revision <= revision]
-        if self.merged.revision != revision:  # equal if nothing came after the checkpoint
+        if self.merged.revision != revision:  # equal if the buffer has not changed since
             self.merged = self.saved[-1].copy() if self.saved and revision else Merged()
 
     def _stretch(self, event: str, record: Record) -> None:
@@ -196,12 +196,12 @@ class TrainerDigest:
 class SearcherDigest:
     """Digest of a searcher's records.
 
-    trends: curves and counts of this searcher. ``RunData`` adds them to the run's, and sets this field to the
-    run's. rates: tokens per second by unix second. tokens: number generated, even if lost with their
-    searcher. rebuilds, rejected, nan_groups: counters of these metrics. stage: stage that the engine's start
-    has reached. stage_since: time when this stage began, unix seconds. last: the last record that is not an
-    event. since, until: times of the first and last record of the present start, unix seconds.
-    earlier_seconds: seconds from first to last record, summed over earlier starts.
+    trends: curves and counts of this searcher. ``RunData`` adds them to those of the run, and then puts those
+    of the run here. rates: tokens per second by unix second. tokens: number generated, even if lost with
+    their searcher. rebuilds, rejected, nan_groups: counters of the metrics of these names. stage: stage that
+    the engine's start has reached. stage_since: time when this stage began, unix seconds. last: the last
+    record that is not an event. since, until: times of the first and last record of the present start, unix
+    seconds. earlier_seconds: seconds from first to last record, summed over earlier starts.
     """
 
     index: int
@@ -231,7 +231,7 @@ class SearcherDigest:
         self.trends.nan_groups += self.nan_groups.take(record)
         if event == "started":
             self.stage, self.trends.rejected_before = "", self.trends.rejected
-        if event == "engine" and record["stage"] != self.stage:  # two parts of a searcher log the first stage
+        if event == "engine" and record["stage"] != self.stage:  # the first stage is logged twice
             self.stage, self.stage_since = str(record["stage"]), when
         if event is not None:
             return
@@ -262,14 +262,14 @@ def digest_file(metrics: Path) -> Path:
 
 @functools.cache
 def _codec(kind: str) -> TypeAdapter[Any]:
-    """Return the reader and writer of digests of the class called ``kind``; kept, as it is slow to build."""
+    """Return the codec for digests of the class called ``kind``. It is cached, since it is slow to build."""
     return TypeAdapter(TrainerDigest if kind == TrainerDigest.__name__ else SearcherDigest)
 
 
 def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
     """Return a digest of a metrics file, and a reader of the records that are not in it yet.
 
-    digest: an empty one, which is returned if there is none on disk that fits the file.
+    digest: an empty digest, which is returned if none on disk fits the file.
     """
     try:
         head, _, body = read_regular(digest_file(metrics)).partition(b"\n")
@@ -286,9 +286,9 @@ def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
 
 
 class KeptDigest(Generic[D]):
-    """Writer of the digest of a metrics file; the rank that writes the metrics calls it with new records.
+    """Writer of the digest of a metrics file. The rank that writes the metrics calls it with new records.
 
-    digest: an empty one, for a file without a digest; records that the file already has are added first.
+    It starts from the records that the file already has. digest: an empty digest, used if none is on disk.
     """
 
     def __init__(self, metrics: Path, digest: D) -> None:

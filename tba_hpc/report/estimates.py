@@ -23,7 +23,7 @@ class Estimate:
 def wilson(successes: float, trials: float) -> Estimate:
     """Estimate a share with Wilson's score interval (Wilson 1927; Brown, Cai and DasGupta 2001, eq. 4).
 
-    trials: at least 1. Both need not be whole numbers, see ``mean_share``.
+    trials: at least 1. Neither argument needs to be a whole number, see ``mean_share``.
     """
     share, z2 = successes / trials, Z * Z / trials
     centre = (share + z2 / 2) / (1 + z2)
@@ -32,11 +32,11 @@ def wilson(successes: float, trials: float) -> Estimate:
 
 
 def mean(total: float, squares: float, count: int) -> Estimate:
-    """Estimate the mean of ``count`` values, at least 1, with the normal interval.
+    """Estimate the mean of values with the normal interval.
 
-    total, squares: sum and sum of squares of the values. The interval may reach beyond the largest possible
-    value, which is not known here: a task does not say what its largest reward is. For a share use
-    ``wilson``.
+    total, squares: sum of the values and of their squares. count: number of values, at least 1. The interval
+    may reach beyond the largest possible value, which is not known here: a task does not say what its largest
+    reward is. For a share use ``wilson``.
     """
     value = total / count
     spread = max(0.0, squares - total * value) / max(1, count - 1)
@@ -48,9 +48,9 @@ def mean_share(shares: Sequence[float]) -> Estimate:
     """Estimate the mean of shares, each between 0 and 1, such as one per prompt.
 
     The interval is that of ``wilson`` for n right or wrong trials. n is chosen so that the mean of the trials
-    has the same standard error as that of the shares (the effective sample size of Kish 1965), but it is at
-    least the number of shares. Therefore the interval has a width even if all shares are equal. If each share
-    is 0 or 1, n is the number of shares.
+    has the same standard error as the mean of the shares (the effective sample size of Kish 1965), but n is
+    at least the number of shares. Therefore the interval has a width even if all shares are equal. If each
+    share is 0 or 1, n is the number of shares.
     """
     value, count = fmean(shares), len(shares)
     error2 = variance(shares) / count if count > 1 else 0.0

@@ -65,7 +65,7 @@ def show_logs(run: RunDir, rank: str | None, attempt: int | None, *, lines: int,
 
     rank, attempt: see ``log_files``. lines: number of lines per log. follow: whether to go on with new lines,
     also of later attempts and jobs unless ``attempt`` is given, until the run is finished. Raises ConfigError
-    as ``log_files`` does, and without ``follow`` if there is no log.
+    if ``log_files`` does, or if there is no log and ``follow`` is False.
     """
     files, printer = log_files(run, rank, attempt), Printer()
     if not files and not follow:
@@ -108,7 +108,7 @@ class Printer:
             print(printable(line), flush=True)
 
     def _new_lines(self, path: Path, *, near_end: bool, unfinished: bool) -> list[str]:
-        """Read new lines as a terminal would show them: only a progress bar's last state, and no NUL bytes.
+        """Read new lines as a terminal would show them, with only the last state of a progress bar.
 
         near_end: skip all but the last MOST_BYTES of a file that is read for the first time. unfinished: see
         ``show``.
@@ -116,7 +116,7 @@ class Printer:
         with open_regular(path) as file:
             size = file.seek(0, 2)
             start = self.offsets.get(path, max(0, size - MOST_BYTES) if near_end else 0)
-            start = start if start <= size else 0  # a file that has become shorter is a new one
+            start = start if start <= size else 0  # if the file has become shorter, it is a new one
             file.seek(start)
             data = file.read()
         new = data if unfinished else data[: data.rfind(b"\n") + 1]

@@ -1,7 +1,7 @@
 """Sends messages about a run by a command or a webhook, and a heartbeat, as set under ``run.notify``.
 
 A separate process reads the run's files and sends, so that a slow network does not delay training. A message
-that cannot be sent is only noted in that process's log. ``tba run`` and the job's batch script start the
+that cannot be sent is only noted in the log of this process. ``tba run`` and the job's batch script start the
 process. They stop it with SIGTERM, and it then reports how the run has ended. A node that dies cannot report,
 but its heartbeat ceases.
 """
@@ -52,7 +52,7 @@ END_SECONDS = 30
 """Longest time that the last messages may take after the signal to end, in seconds."""
 
 START_SECONDS = 30
-"""Longest time until the new process listens to signals, in seconds."""
+"""Longest time that a new process needs until it handles signals, in seconds."""
 
 BOOT_SECONDS = 2.0
 """Largest error of a process's start time as the kernel reports it, in seconds."""
@@ -91,14 +91,14 @@ class Notifier:
 
     queue: see ``RunMonitor``. since: unix seconds; events before this time are not reported. beside: whether
     a launcher or batch script started this process. If so, alerts that exist when it starts are not reported,
-    since the process of an earlier attempt has done so.
+    since the process of an earlier attempt has reported them.
     """
 
     def __init__(self, run: RunDir, queue: Queue, since: float, *, beside: bool = False) -> None:
         self._run, self._queue, self._since = run, queue, since
         self._monitor = RunMonitor(run, queue)
         self._notify = self._monitor.config.run.notify
-        self._alerts: dict[str, float] = {}  # when each was last seen, by key, on the monotonic clock
+        self._alerts: dict[str, float] = {}  # by key, when an alert was last seen (monotonic)
         self._attempt, self._beat = "", -math.inf
         self._monitor.update()
         now, events = run_state(self._monitor), self._monitor.events
@@ -133,7 +133,7 @@ class Notifier:
             self._send("end", last.words, last.command or self._command("status"))
 
     def _last_words(self, job: list[QueueEntry]) -> RunState:
-        """Return the run's state once its launcher or batch script has ended. job: entries in the queue."""
+        """Return the run's state once its launcher or batch script has ended. job: the job's components."""
         now, step = run_state(self._monitor), self._monitor.step
         if self._monitor.last_event == "requeue":
             why = why_requeued(self._monitor.events)
@@ -146,7 +146,7 @@ class Notifier:
             )
         if now.over or now.state in ("queued", "requeued"):
             return now
-        return replace(now, words=f"its launcher has ended: {now.words}")  # it noted no event
+        return replace(now, words=f"its launcher has ended: {now.words}")  # the launcher noted no event
 
     def _tell_of_start(self) -> None:
         attempt, steps = self._monitor.attempt, self._monitor.config.train.steps
@@ -193,8 +193,8 @@ class Notifier:
     def _ask(self, variable: str | None, content: dict[str, str] | None = None) -> None:
         """Send a request to the URL held in an environment variable: POST with ``content``, otherwise GET.
 
-        variable: its name; None: send nothing. Failures are logged without the URL, which may contain a
-        secret.
+        variable: name of the environment variable; None: send nothing. Failures are logged without the URL,
+        which may contain a secret.
         """
         if variable is None:
             return
@@ -236,7 +236,7 @@ def _after_script(entry: QueueEntry) -> QueueEntry:
 
 
 def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
-    """Send messages about a run until it is finished or this process gets SIGTERM or SIGINT.
+    """Send messages about a run until the run is finished or this process gets SIGTERM or SIGINT.
 
     queue: see ``RunMonitor``. beside: whether a launcher or batch script started this process and sends it
     SIGTERM when it ends itself. If so, the end of the run is also reported. Raises ConfigError if run.notify
@@ -270,7 +270,7 @@ def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
 
 @contextmanager
 def notified(run: RunDir, config: Config) -> Iterator[None]:
-    """Run ``watch`` in a child process during the block, if run.notify is set; it reports the end, too."""
+    """Run ``watch`` in a child process during the block, and let it report the end, if run.notify is set."""
     if not config.run.notify.wanted:
         yield
         return

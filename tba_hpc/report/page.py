@@ -1,4 +1,4 @@
-"""Writes ``report.html``: results, plots and attempts of a run on one page without scripts or other files."""
+"""Writes ``report.html``: results, plots and attempts of a run on one page that needs no other file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Tile(NamedTuple):
     """A headline number of the page, as text.
 
     name, note: text above and below the number. then: the number after training, if ``value`` is the one
-    before. gain: the change. verdict: ``good`` for a rise, ``bad`` for a fall, "" if the gain rounds to 0.
+    before; otherwise "". gain: the change. verdict: ``good`` for a rise, ``bad`` for a fall, otherwise "".
     """
 
     name: str
@@ -59,7 +59,7 @@ class Tile(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """Answers to the same questions at one or two steps. rows: one answer per step, for each question."""
+    """Answers to the same questions at one or two steps. rows: for each question, one answer per step."""
 
     steps: tuple[int, ...]
     rows: list[tuple[Answer, ...]]
@@ -113,7 +113,7 @@ def _shown(value: Any) -> Any:
 
 
 def write_page(path: Path, template: str, **values: object) -> None:
-    """Write ``page_of(template, …)`` where a user chose. Raises ConfigError if it cannot be written."""
+    """Write ``page_of(template, …)`` to a path that a user chose. Raises ConfigError if this fails."""
     try:
         write_atomic(path, page_of(template, **values))
     except OSError as error:
@@ -137,7 +137,7 @@ def _subtitle(config: Config) -> str:
 
 
 def _changed(data: RunData) -> list[str]:
-    """Return each config key that a resume changed, with its values in order."""
+    """Return a text such as ``KEY 1 → 2`` for each config key that a resume changed, with all its values."""
     now = flat(data.config.model_dump(mode="json"))
     return [f"{key} {history_text([*past, now.get(key)])}" for key, past in data.past_values.items()]
 
@@ -146,7 +146,7 @@ def tiles(data: RunData, summary: Summary) -> list[Tile]:
     """Return the headline numbers of the page."""
     steps = count(summary.steps, "step")
     attempts = "" if summary.attempts < 2 else f" in {summary.attempts} attempts"
-    ended = data.attempts and data.attempts[-1].end  # until then the ETTR is not final
+    ended = data.attempts and data.attempts[-1].end  # while it lasts, its ETTR is not final
     ettr = f", ETTR {percent(summary.ettr)}" if ended and summary.ettr is not None else ""
     rate, goodput = summary.generated_per_searcher_second, summary.goodput
     rates = [f"{rate:,.0f} per searcher-second"] if rate else []
@@ -208,7 +208,7 @@ def answers(evaluations: Sequence[Evaluation]) -> Answers | None:
 
 
 def attempt_rows(data: RunData) -> list[dict[str, Any]]:
-    """Return the page's table of attempts, a row each.
+    """Return the page's table of attempts, with a row for each.
 
     left, width: start and length of the attempt's bar, in percent of the time from the first attempt's start
     to the last one's end.

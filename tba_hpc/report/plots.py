@@ -23,7 +23,7 @@ from tba_hpc.report.summary import policy_name, reference_of, same_reference
 
 VARIABLES = ("ink", "muted", "grid", "blue", "orange", "green", "rose")
 COLOURS = {name: f"#0{i}0{i}0{i}" for i, name in enumerate(VARIABLES, 1)}
-"""Colour with which matplotlib draws in place of each CSS variable of the page; see ``_themed``."""
+"""Colour that stands for each CSS variable of the page while matplotlib draws; see ``_themed``."""
 
 INK, MUTED, GRID, BLUE, ORANGE, GREEN, ROSE = COLOURS.values()
 
@@ -54,7 +54,8 @@ STYLE: dict[Any, object] = {
 }
 
 AXES = (0.12, 0.18, 0.86, 0.7)
-"""Left, bottom, width and height of the axes, as shares of the figure. Computing them would take a second."""
+"""Left, bottom, width and height of the axes, as shares of the figure. matplotlib would need a second to
+choose them."""
 
 
 class Plot(NamedTuple):
@@ -75,8 +76,8 @@ Axis = Callable[[Axes], object]
 class Lines(NamedTuple):
     """A figure of metrics over the steps.
 
-    axis: sets up the vertical axis; ``id`` leaves it as matplotlib chooses. compared: whether ``tba compare``
-    draws the first metric for several runs. above: the figure is drawn only if some value is larger.
+    axis: sets up the vertical axis; ``id`` leaves that to matplotlib. compared: whether ``tba compare`` draws
+    the first metric for several runs. above: the figure is drawn only if some value exceeds this one.
     """
 
     title: str
@@ -99,7 +100,7 @@ def plots(data: RunData) -> list[Plot]:
 
 
 def _figures(data: RunData) -> list[Lines]:
-    """Return FIGURES. If the task names several rewards, a figure of SHOWN_REWARDS of them comes second."""
+    """Return FIGURES. If the task names several rewards, add a second figure, of SHOWN_REWARDS of them."""
     names = _reward_names(data)
     if not names:
         return [*FIGURES]
@@ -122,7 +123,7 @@ def _reward_name(metric: str) -> str:
 
 
 def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
-    """Draw the curves of several runs over each other, by step; a figure that no run has is left out.
+    """Draw the curves of several runs over each other, by step. A figure that no run has is left out.
 
     kl: whether to draw KL, which can be compared only if all runs have the same reference.
     """
@@ -141,20 +142,20 @@ def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
 
 
 def _note_of_first(figure: Lines) -> str:
-    """Return the note on a plot of a figure's first metric alone.
+    """Return the note on a plot that shows only the first metric of a figure.
 
-    This is the figure's note, followed by the metric's name in the legend, if it has one.
+    It is the figure's note, followed by the metric's name in the legend, if the metric has one.
     """
     return ": ".join(part for part in (figure.note, figure.lines[0][2]) if part)
 
 
 def run_line(index: int) -> tuple[str, str]:
-    """Return the names of the colour (of VARIABLES) and of the line style of run ``index`` of several."""
+    """Return the colour, a name in VARIABLES, and the line style of run ``index`` among several."""
     return ("blue", "orange", "green", "rose")[index % 4], ("solid", "dashed", "dotted")[index // 4 % 3]
 
 
 def _plot(title: str, note: str, draw: Callable[..., bool], *given: object) -> Plot | None:
-    """Draw a figure by ``draw(axes, *given)``; None if that returns False, as there is nothing to draw."""
+    """Draw a figure by ``draw(axes, *given)``; None if ``draw`` returns False, having drawn nothing."""
     with rc_context({**STYLE, "svg.hashsalt": title}):
         figure = Figure(figsize=(5.0, 2.5))
         ax = figure.add_axes(AXES)
@@ -201,7 +202,7 @@ def _shares(ax: Axes) -> None:
 
 
 def _small_share(ax: Axes) -> None:
-    """Set the vertical axis from 0 to a little above the largest value, and to 5 % at least."""
+    """Set the vertical axis from 0 to a little above the largest value, but at least to 5 %."""
     ax.set_ylim(0, max(0.05, 1.15 * max(_values(ax), default=0.0)))
     _percents(ax)
 
@@ -279,9 +280,9 @@ def _overlaid(ax: Axes, runs: Sequence[RunData], figure: Lines) -> bool:
 
 
 def run_minutes(data: RunData) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from unix seconds to minutes of the trainer's run, without pauses between attempts.
+    """Return a function that converts unix seconds to minutes of training, without pauses between attempts.
 
-    The function maps arrays of any length.
+    The function converts arrays of any length.
     """
     stretches = data.trainer.stretches
     lengths = np.array([stretch.end - stretch.start for stretch in stretches])
@@ -292,7 +293,7 @@ def run_minutes(data: RunData) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _throughput(ax: Axes, data: RunData) -> bool:
-    """Draw the throughput of each searcher; for many, their range and mean."""
+    """Draw the throughput of each searcher; for many searchers, the range and the mean."""
     minutes = run_minutes(data)
     curves = {index: _columns(searcher.rates) for index, searcher in data.searchers.items()}
     known = {index: (minutes(when), rate) for index, (when, rate) in curves.items() if len(when)}
@@ -303,7 +304,7 @@ def _throughput(ax: Axes, data: RunData) -> bool:
         _trend(ax, grid, rates.mean(0), BLUE, f"mean of {len(rates)} searchers")
     else:
         for (index, (x, y)), color in zip(known.items(), (BLUE, ORANGE, GREEN, ROSE), strict=False):
-            # Only the first label says "searcher": four long ones would be wider than the figure.
+            # Only the first label says "searcher": four long labels would be wider than the figure.
             _trend(ax, x, y, color, f"searcher {index}" if color == BLUE else f"{index}")
     _counts(ax)
     ax.set_xlabel("minute")
@@ -341,7 +342,7 @@ def _score(ax: Axes, data: RunData) -> bool:
 
 
 def _points(ax: Axes, found: Sequence[tuple[float, float]], **style: Any) -> None:
-    """Draw the points (x, y) ``found``, whole even at the edge of the axes."""
+    """Draw the points (x, y) in ``found``, without cutting off markers at the edge of the axes."""
     ax.plot([x for x, _ in found], [y for _, y in found], clip_on=False, **style)
 
 
@@ -403,7 +404,7 @@ def _one(name: str, color: str = BLUE) -> list[Line]:
 
 
 def _both(what: str) -> list[Line]:
-    """Return two lines for a metric: search/``what`` of fresh completions, train/``what`` of the batch."""
+    """Return two lines: metric search/``what``, of fresh completions, and train/``what``, of the batch."""
     return [(f"search/{what}", ORANGE, "searchers, fresh"), (f"train/{what}", BLUE, "training batch")]
 
 

@@ -1,4 +1,4 @@
-"""Says what a run is doing, from its files and Slurm's view of its job, and which command comes next.
+"""Says what a run is doing, by its files and Slurm's view of its job, and which command comes next.
 
 Reading the state is cheap: ``tba status`` does it once a second.
 """
@@ -26,7 +26,7 @@ from tba_hpc.run.owners import Owner, holders, is_abandoned
 from tba_hpc.run.slurm_queue import FORGOTTEN, NO_ANSWER, QUEUED, WITH_NODES, bracketed
 
 SILENT_RUN_SECONDS = 600.0
-"""Seconds of silence of all ranks after which a run may be dead; starting engines may take this long."""
+"""Seconds of silence of all ranks after which a run may be dead. Engines may take this long to start."""
 
 OVER = {"created", "stopped", "aborted", "failed", "refused", "gone", "finished"}
 """States of a run that does nothing more by itself."""
@@ -35,16 +35,16 @@ NEVER = re.compile(
     r"Partition(Time|Node)Limit|(Assoc|QOS)Max\w*Per(Job|Node)|DependencyNeverSatisfied|BadConstraints"
     r"|Invalid(Account|QOS)"
 )
-"""Pattern of Slurm's reasons for which a job stays in the queue until it, or a limit, is changed."""
+"""Pattern of Slurm's reasons for which a job stays in the queue until the job or a limit is changed."""
 
 STANDSTILL_SECONDS, STANDSTILL_STEPS = 120.0, 10
-"""Shortest time without a step after which a trainer counts as standing still: seconds, and usual steps."""
+"""A trainer stands still if it takes no step for this many seconds and for the time of this many steps."""
 
 QUEUE_SECONDS = 10.0
 """Shortest pause between two queries to Slurm, in seconds."""
 
 FRESH_SECONDS = 60.0
-"""Seconds of silence after which a searcher counts as stopped; nodes' clocks differ by less than this."""
+"""Shortest silence after which a searcher counts as stopped, in seconds. Nodes' clocks differ by less."""
 
 WHY_REQUEUED = (
     (("draining",), "a node drained"),
@@ -53,23 +53,23 @@ WHY_REQUEUED = (
     (("requeue",), "nodes unreachable"),
     ((), "ended by Slurm (requeued, preempted or a node lost)"),
 )
-"""Reasons why a job is back in the queue, by events. The first whose events have all happened holds."""
+"""Reasons why a job is back in the queue, by events. The first reason whose events all happened applies."""
 
 QueueEntry = dict[str, str]
 """A component of a Slurm job; see ``run.slurm_queue.job_states``."""
 
 Queue = Callable[[RunDir], list[QueueEntry]]
-"""Function that asks Slurm for the components of a run's job; none for a run that was never submitted."""
+"""Function that asks Slurm for the components of a run's job; [] for a run that was never submitted."""
 
 
 class RunMonitor(RunData):
     """Data of a run while it is running, with Slurm's view of its job.
 
-    queue: asks Slurm. job: components of the run's job, as of the last query. elastic: processes of the
-    elastic searchers that are present, by the searcher's index. abandoned: whether the launcher of a run
-    without a job is gone. full: whether the file system of the run is full. saved: step of the newest
-    checkpoint on disk, from which a resume begins; None without one. The trainer may have been killed before
-    it could record that checkpoint.
+    queue: function that asks Slurm. job: components of the run's job, as of the last query. elastic: owners
+    (processes) of the elastic searchers that are present, by the searcher's index. abandoned: whether the
+    launcher of a run without a job is gone. full: whether the file system of the run is full. saved: step of
+    the newest checkpoint on disk, from which a resume begins; None without one. The trainer may have been
+    killed before it could record that checkpoint.
     """
 
     def __init__(self, run: RunDir, queue: Queue = lambda _: []) -> None:
@@ -83,12 +83,12 @@ class RunMonitor(RunData):
         self._opened = time.time()
 
     def update(self) -> None:
-        """Read what is new in the run directory; first ask Slurm if the last query is QUEUE_SECONDS old."""
-        if time.monotonic() - self._asked >= QUEUE_SECONDS:  # asked first, so that the files are newer
+        """Read what is new in the run directory. First ask Slurm, if the last query is QUEUE_SECONDS old."""
+        if time.monotonic() - self._asked >= QUEUE_SECONDS:  # Slurm first, so that the files are newer
             self.job = self._queue(self.run)
             self.elastic = self._find_elastic()
             self.abandoned = not self.job and is_abandoned(self.run)
-            self._asked = time.monotonic()  # after the answer, which may take long
+            self._asked = time.monotonic()  # counts from the answer, which may take long
         super().update()
         folder = latest_checkpoint(self.run)
         self.saved = step_of(folder) if folder else None
@@ -125,7 +125,7 @@ class RunMonitor(RunData):
 
     @property
     def first_step(self) -> int:
-        """Step from which the newest attempt begins; while it starts, that of the last checkpoint."""
+        """Step from which the newest attempt begins; while it starts, the step of the last checkpoint."""
         resumed = self.trainer.stretches[-1:] if self.phase else []
         return resumed[0].first if resumed else self.saved or 0
 
@@ -138,9 +138,9 @@ class RunMonitor(RunData):
 
     @property
     def _begun(self) -> float:
-        """Start of the newest attempt, unix seconds; earlier records belong to other attempts.
+        """Start of the newest attempt, unix seconds. Records from before it belong to other attempts.
 
-        0 if the start is in the future: a clock was set back, so that times do not tell attempts apart.
+        0 if the start is in the future, because a clock was set back: times then do not tell attempts apart.
         """
         start = self.attempt.start if self.attempt else 0.0
         return start if start <= time.time() + FRESH_SECONDS else 0.0
@@ -169,7 +169,7 @@ class RunMonitor(RunData):
     def standstill(self) -> float:
         """Seconds since the trainer's last record, if it should have taken steps since; otherwise 0.
 
-        It should if it is training, its steps take far less, and other ranks have been heard.
+        It should have if it is training, its steps take far less time, and other ranks leave records.
         """
         quiet = time.time() - number(self.trainer.latest, "time", time.time())
         limit = max(STANDSTILL_SECONDS, STANDSTILL_STEPS * (self.step_seconds.latest or 0.0))
@@ -178,7 +178,7 @@ class RunMonitor(RunData):
 
     @property
     def is_silent(self) -> bool:
-        """True if all ranks, or the trainer alone, have been silent for longer than any of them waits."""
+        """True if all ranks, or the trainer alone, were silent for longer than ranks wait for each other."""
         silence = max(self.silence or 0.0, self.standstill)
         return silence >= max(SILENT_RUN_SECONDS, self.config.launch.timeout_seconds)
 
@@ -200,9 +200,9 @@ class RunMonitor(RunData):
 
     @property
     def engines(self) -> dict[int, SearcherDigest]:
-        """Searchers whose engines have reported a stage since their start, by index.
+        """Digests of the searchers whose engines have reported a stage since their start, by index.
 
-        These are the newest attempt's own, or the present ones of a run whose searchers are all elastic.
+        Elastic searchers count only if the run has no others.
         """
         begun = {index: self._begun for index in self.searchers if not is_elastic(index)}
         if self.all_elastic:
@@ -269,7 +269,7 @@ def run_state(monitor: RunMonitor) -> RunState:
 
 
 def job_of(monitor: RunMonitor) -> list[QueueEntry]:
-    """Return the components of the run's job; none if it ended and the run then went on without a job."""
+    """Return the components of the run's job; none if the job ended and the run then went on without it."""
     states, events = {component["state"] for component in monitor.job}, monitor.events
     if not monitor.job or not events or states & (QUEUED | WITH_NODES):
         return monitor.job
@@ -278,7 +278,7 @@ def job_of(monitor: RunMonitor) -> list[QueueEntry]:
 
 
 def _number(job: str) -> int:
-    """Return the number of a job, or of its array."""
+    """Return the number in a job's id; for a task of an array, the array's number."""
     return int(job.partition("_")[0])
 
 
@@ -297,9 +297,9 @@ def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
 
 
 def why_requeued(events: Sequence[Event]) -> str:
-    """Say why the newest allocation of a run's job ended, and the job went back to the queue.
+    """Say why a run's job lost its newest allocation and went back to the queue.
 
-    events: the run's, oldest first; at least one.
+    events: events of the run, oldest first, at least one.
     """
     kinds = {event["event"] for event in events if event["restarts"] == events[-1]["restarts"]}
     return next(words for needed, words in WHY_REQUEUED if kinds.issuperset(needed))
@@ -364,15 +364,15 @@ def _without_a_job(monitor: RunMonitor) -> RunState:
 def _with_next(monitor: RunMonitor, ended: RunState) -> RunState:
     """Add the command that resumes the run.
 
-    After a refusal it is left out if the run has a copy of the user's code: a resume would use that copy, not
-    what the user has mended.
+    After a refusal no command is added if the run has a copy of the user's code, because a resume would use
+    the copy, not what the user has mended.
     """
     copy_refused = ended.state == "refused" and monitor.run.modules.is_dir()
     return ended if copy_refused else replace(ended, command=monitor.resume_command)
 
 
 def _ended(monitor: RunMonitor) -> RunState | None:
-    """Return how the run ended according to its last event; None if that is not an end."""
+    """Return how the run ended according to its last event; None if that event ends nothing."""
     note, step = monitor.attempt.note if monitor.attempt else "", monitor.step
     match monitor.last_event:
         case "refused":
@@ -411,7 +411,8 @@ def _resumed_by(monitor: RunMonitor) -> str:
 def _at_work(monitor: RunMonitor) -> RunState:
     """Return the state of a run whose ranks are starting or at work."""
     step, phase, last = monitor.step, monitor.phase, monitor.last_event
-    arrive = bool(phase) and any(monitor.rates)  # else elastic searchers may serve an earlier attempt
+    # Before the first phase, rates may be of elastic searchers that serve an earlier attempt.
+    arrive = bool(phase) and any(monitor.rates)
     before = phase in ("", "started", "resumed", "filling") and not arrive
     if last == "signal" and phase not in ("stopped", "finished"):
         return RunState("stopping", "asked to stop: goes on to the next safe point, then writes a checkpoint")
@@ -457,7 +458,7 @@ def _at_work(monitor: RunMonitor) -> RunState:
 
 
 def _engines(monitor: RunMonitor) -> str:
-    """Say how many engines are ready and what the slowest other does; empty if all that report are ready."""
+    """Say how many engines are ready and what the slowest is doing; "" if all that report are ready."""
     waiting = [digest for digest in monitor.engines.values() if digest.stage != "ready"]
     if not waiting:
         return ""
@@ -473,7 +474,7 @@ def _seconds_since(moment: float) -> str:
 
 
 def _with_hint(monitor: RunMonitor, found: RunState) -> RunState:
-    """Add a hint to a state if all ranks have been silent for too long, or if space is lacking."""
+    """Add a hint to a state if ranks have been silent for too long, or if the disk lacks space."""
     if monitor.is_silent:
         heard = f"nothing heard for {(monitor.silence or 0) / 60:.0f} min: was it killed?"
         words = found.words if monitor.standstill else f"{found.words}; {heard}"
@@ -482,12 +483,12 @@ def _with_hint(monitor: RunMonitor, found: RunState) -> RunState:
 
 
 def _no_space(monitor: RunMonitor) -> str:
-    """Return a clause on the lack of space on the run's disk; "" if none is known.
+    """Return a clause on the lack of space on the run's disk; "" if no lack is known.
 
-    The trainer records until when it waits for space. A full disk may have no room for this record. Each rank
-    waits for up to ``launch.disk_seconds`` from its own first failure, and then ends the run. If records have
-    ceased for a shorter time, ranks are therefore taken to wait. While new records come, no rank waits: users
-    such as root may write into reserved space.
+    The trainer records until when it waits for space, but a full disk may have no room for this record. Each
+    rank waits for up to ``launch.disk_seconds`` from its own first failure, and then ends the run. So if
+    records have ceased for a shorter time, ranks probably wait. While new records come, no rank waits: some
+    users, such as root, may write into reserved space.
     """
     postponed, now = monitor.trainer.postponed, time.time()
     postponed = postponed if number(postponed, "time", 0.0) >= monitor._begun else {}

@@ -40,7 +40,7 @@ REFRESH_SECONDS = 1.0
 """Shortest pause between two readings of the run, in seconds."""
 
 ROLES = {"0": "trainers", "1": "searchers"}
-"""Roles of the components of a het job, by their number; a job of one component has all ranks."""
+"""Roles of a het job's components, by number. The only component of another job holds all ranks."""
 
 
 # --- Values ---
@@ -54,7 +54,7 @@ def _time_left(monitor: RunMonitor, now: RunState) -> list[str]:
 def cells(monitor: RunMonitor) -> dict[str, str]:
     """Return the numbers that a user watches, as strings, keyed by title.
 
-    Reward, KL and entropy are of fresh completions; loss and staleness are of the last step's batch.
+    Reward, KL and entropy describe fresh completions; loss and staleness describe the last step's batch.
     """
     latest, trends = monitor.trainer.latest, monitor.trends
     validation, test = monitor.evaluated("validation"), monitor.evaluated("test")
@@ -84,8 +84,8 @@ def _scores(data: RunData, evaluations: Sequence[Evaluation]) -> str:
 def _right_and_ended(last: Sequence[Evaluation]) -> dict[str, str]:
     """Return a cell with the share of answers that are correct and were not cut off, keyed by its title.
 
-    last: a list of the newest evaluation; empty if there is none. The result is empty if no answer can be
-    called correct. It is also empty if no correct answer was cut off, because the share equals the score.
+    last: list that holds only the newest evaluation; empty without one. The result is empty if no answer can
+    be called correct, or if no correct answer was cut off, because the share then equals the score.
     """
     told = last and last[0].tells_correct and last[0].cut_correct
     return {RIGHT_AND_ENDED: percent(last[0].ended_score)} if told else {}
@@ -107,7 +107,7 @@ def _show(value: float | None, style: str) -> str:
 
 
 def _rates(rates: Sequence[float]) -> str:
-    """Format each searcher's tokens per second; for many, their number times the mean."""
+    """Format each searcher's tokens per second; for many searchers, their number times the mean."""
     if len(rates) > MANY_SEARCHERS:
         return f"{len(rates)} × {sum(rates) / len(rates):,.0f}"
     return " + ".join(f"{rate:,.0f}" for rate in rates) or NOTHING
@@ -166,7 +166,7 @@ def _component(component: QueueEntry) -> str:
 
 
 def done(counts: Counts) -> dict[str, str]:
-    """Return counts of what the run has done, as strings, keyed by title; ``tba audit`` counts the same."""
+    """Return counts of what the run has done, as strings, keyed by title. ``tba audit`` counts the same."""
     if not counts.attempts:
         return {}
     dropped = f", dropped {counts.dropped:,} (answered twice)" if counts.dropped else ""
@@ -181,8 +181,8 @@ def done(counts: Counts) -> dict[str, str]:
 def figures(monitor: RunMonitor) -> dict[str, Any]:
     """Return the values behind all that is shown, for JSON; None where there is no value yet.
 
-    summary: contents of summary.json. last_step: newest value of each of the trainer's figures. elastic: see
-    ``run.owners.Owner``.
+    summary: contents of summary.json. last_step: newest value of each of the trainer's figures. elastic:
+    fields of ``run.owners.Owner`` for each elastic searcher.
     """
     now, attempt = run_state(monitor), monitor.attempt
     return {
@@ -246,8 +246,8 @@ def panel(monitor: RunMonitor) -> RenderableType:
 class LiveDisplay:
     """Live display of a run on the console: ``with LiveDisplay(run) as display: display.refresh()``.
 
-    Files are read and the display is drawn only inside ``refresh``, in the caller's thread. console: None
-    for the terminal. queue: see ``RunMonitor``.
+    Files are read, and the display is drawn, only in the caller's thread, during a call. console: None for
+    the terminal. queue: see ``RunMonitor``.
     """
 
     def __init__(self, run: RunDir, *, console: Console | None = None, queue: Queue = lambda _: []) -> None:
@@ -275,7 +275,7 @@ class LiveDisplay:
     def refresh(self) -> None:
         """Read what is new and show it; do nothing within REFRESH_SECONDS of the last reading.
 
-        Without a terminal, the line of a run that is over is left to ``__exit__``, which prints it once.
+        Without a terminal, nothing is printed about a run that is over: ``__exit__`` prints the last line.
         """
         if time.monotonic() - self._looked < REFRESH_SECONDS:
             return

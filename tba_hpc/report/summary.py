@@ -1,4 +1,4 @@
-"""The headline numbers of a run, as ``summary.json`` holds them and as they are shown."""
+"""Computes the headline numbers of a run, writes them to ``summary.json``, and formats them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:  # ranks do without rich
 
 
 CORRECT = "correct answers"
-"""Name of the share of correct answers, where the score is the mean reward."""
+"""Name shown for the share of correct answers if the score is the mean reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary(Counts):
-    """Counts and results of a run, None where not measured.
+    """Counts and results of a run. Results that were not measured are None.
 
     Scores and perplexities are of the held-out test split.
 
@@ -41,15 +41,15 @@ class Summary(Counts):
     score_name: mean reward if rewards are not just 0 and 1, otherwise the task's name for the share of
     correct answers, such as pass@1 or win rate. score_before, score_after: this score, with 95 % intervals.
     unjudged_…: number of answers that could not be judged.
-    ended_…: share of answers that are correct and were not cut off by a limit; None as pass_at_1.
+    ended_…: share of answers that are correct and were not cut off by a limit; None if pass_at_1_… is.
     perplexity_…: perplexity of the same answers under the policy of step ``perplexity_reference``; None
     without a reference model. perplexity_before is also None if another policy was the reference then.
     train_seconds: wall time of training over all attempts, including waits, but not the start of engines.
     ettr: effective training time ratio, see ``RunData.ettr``; None without a launcher's events.
     generated_tokens: tokens that all searchers sampled, including those of evaluations and lost work.
     searcher_seconds: seconds from first to last record, summed over all starts of all searchers.
-    generated_per_searcher_second: generated tokens per such second. goodput: acknowledged tokens per such
-    second.
+    generated_per_searcher_second, goodput: generated tokens and acknowledged tokens, each divided by
+    searcher_seconds.
     trainer_wait_share: see train/wait_share; of the last start only. publish_stall_seconds, seal_share,
     staleness, propagation_seconds: means over the run, see docs/metrics.md. figures: current values, by
     metric. rewards: current values of the first SHOWN_REWARDS named rewards, without weights; empty unless
@@ -159,7 +159,7 @@ def reference_of(train: TrainSection, evaluation: Evaluation) -> int:
 
 
 def same_reference(train: TrainSection, found: Sequence[Evaluation]) -> list[Evaluation]:
-    """Return the evaluations whose perplexity has the same reference as the last evaluation's."""
+    """Return the evaluations whose perplexity has the same reference as that of the last one in ``found``."""
     return [
         evaluation
         for evaluation in found
@@ -169,7 +169,7 @@ def same_reference(train: TrainSection, found: Sequence[Evaluation]) -> list[Eva
 
 
 def policy_name(step: int) -> str:
-    """Return words for the policy of ``step``; step 0 is the initial model."""
+    """Name the policy of ``step`` in words; step 0 is the initial model."""
     return f"policy of step {step}" if step else "initial model"
 
 
@@ -212,7 +212,7 @@ def summary_rows(summary: Summary) -> dict[str, Cell]:
 
 
 def _wait_words(summary: Summary) -> str | None:
-    """Format the trainer's wait; if there were several starts, say that it is of the last one alone."""
+    """Format the share of time that the trainer waited, which is that of the last start only."""
     if summary.trainer_wait_share is None:
         return None
     only = ", since the last start" if summary.attempts > 1 else ""
@@ -220,7 +220,7 @@ def _wait_words(summary: Summary) -> str | None:
 
 
 def print_summary(run: RunDir, summary: Summary, *, as_json: bool = False) -> None:
-    """Print a run's results, alerts and the paths of its files; as JSON, all of summary.json."""
+    """Print a run's results, alerts and the paths of its files. as_json: print summary.json instead."""
     if as_json:
         print(json.dumps(asdict(summary), indent=2))
         return
@@ -240,7 +240,7 @@ def print_summary(run: RunDir, summary: Summary, *, as_json: bool = False) -> No
 
 
 def _question(task: TaskSection) -> str:
-    """Return a question for ``tba ask``, in a shell's syntax: a whole row if the task has conversations."""
+    """Return a question for ``tba ask`` in shell syntax; for conversations, the data file's first row."""
     file = task.test_file or task.train_file
     return f'"$(grep -m 1 {{ {shlex.quote(file)})"' if task.has_conversations and file else '"…"'
 

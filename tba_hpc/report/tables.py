@@ -44,12 +44,12 @@ class Terminal(Console):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
-        """Raise the present error again; the base class would end the process."""
+        """Raise the present error again, where the base class would end the process."""
         raise
 
 
 class Indented:
-    """A text with ``indent`` spaces before each line and, unlike with rich's Padding, none after it."""
+    """Text with ``indent`` spaces before each line and, unlike rich's Padding, no spaces after it."""
 
     def __init__(self, text: Text, indent: int = 2) -> None:
         self._text, self._indent = text, indent
@@ -64,7 +64,7 @@ class Indented:
 
 
 def print_lines(lines: Iterable[tuple[str, Cell]], console: Console | None = None) -> None:
-    """Print a title and a value on each line, not wrapped: a path that is cut in two cannot be copied."""
+    """Print a title and a value per line, without wrapping, because a path cut in two cannot be copied."""
     out, known = console or Terminal(), list(lines)
     width = max([MIN_TITLE, *(len(title) for title, _ in known)])
     for title, value in known:
@@ -74,13 +74,13 @@ def print_lines(lines: Iterable[tuple[str, Cell]], console: Console | None = Non
 def print_rows(
     rows: Sequence[Mapping[str, Cell]], *, as_json: bool = False, console: Console | None = None
 ) -> None:
-    """Print rows that all have the same keys: as a table with these columns, or as a JSON list of objects."""
+    """Print rows that all have the same keys, as a table with these columns or as a JSON list of objects."""
     if as_json:
         print(json.dumps([dict(row) for row in rows], indent=2))
         return
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name, value in (rows[0] if rows else {}).items():
-        # Folded, not cut: paths mostly differ at their ends.
+        # Long texts are folded, not cut, because paths mostly differ at their ends.
         table.add_column(name, justify="left" if isinstance(value, str) else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell_text(value)) for value in row.values()))

@@ -113,7 +113,7 @@ def _word(check: Check) -> str:
 
 
 def print_audit(verdict: Audit, *, as_json: bool = False) -> None:
-    """Print a table of the checks, then each problem in a sentence; or all as JSON."""
+    """Print a table of the checks, then each problem in a sentence. as_json: print the audit as JSON."""
     if as_json:
         print(verdict.to_json())
         return

@@ -64,7 +64,7 @@ def every_check(evidence: Evidence) -> tuple[Check, ...]:
 def _by_records(evidence: Evidence, name: str, looked_at: str, violations: Sequence[Violation]) -> Check:
     """Build the result of a check that relies on the trainer's records: not proven if they have a gap.
 
-    name, looked_at: the guarantee, and what was examined, as a phrase.
+    name: the guarantee. looked_at: phrase that says what was examined.
     """
     return Check(name, looked_at, () if evidence.gap else tuple(violations), proven=not evidence.gap)
 
@@ -83,7 +83,7 @@ def check_records(evidence: Evidence) -> Check:
 
 
 def check_files(evidence: Evidence) -> Check:
-    """Check that every file with a shard's name is that shard, and undamaged."""
+    """Check that every file with the name of a shard is undamaged and holds this shard."""
     files = sorted(evidence.files.items())
     violations = [Violation(f"the file of {_shard(key)} {file.fault}") for key, file in files if file.fault]
     looked_at = f"{count(len(evidence.files), 'file')} not pruned yet, every checksum verified"
@@ -121,7 +121,7 @@ def _lost(evidence: Evidence, key: ShardKey, number: int) -> Violation:
 
 
 def _sealed_again(seals: Seals) -> Iterator[Violation]:
-    """Yield a violation for each index under which several shards were sealed: all but the last are lost."""
+    """Yield a violation for each index under which several shards were sealed; all but the last are lost."""
     for key, sizes in seals.items():
         if gone := sum(size.trajectories for size in sizes[:-1]):
             yield Violation(
@@ -151,7 +151,7 @@ def _merged_again(first: Merge, again: Merge) -> Violation:
 
 
 def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Violation]:
-    """Yield violations: a merge's record contradicts the shard's seal, its file, or the buffer."""
+    """Yield a violation if a merge's record contradicts the shard's seal or file, or the buffer's counts."""
     sealed = evidence.seals.get(merge.key)
     file, brought = evidence.files.get(merge.key), (merge.trajectories, merge.tokens)
     if sealed and sealed[-1].trajectories != merge.trajectories:
@@ -192,8 +192,8 @@ def check_prompts(evidence: Evidence) -> Check:
 def _times_taken(evidence: Evidence, sealed: RequestIds) -> Counter[int]:
     """Count how often each request was sealed. sealed: the requests of each shard.
 
-    Answers that a merge has left out as second ones are not counted. If an elastic searcher has sealed a
-    request, second answers in ``waiting`` shards are not counted either: the next start will leave them out.
+    Second answers that a merge has left out are not counted. If an elastic searcher has sealed a request,
+    second answers in ``waiting`` shards do not count either, because the next start will leave them out.
     """
     times = Counter(chain.from_iterable(sealed.values()))
     times.subtract(chain.from_iterable(merge.answered for merge in evidence.saved_merges))
@@ -204,7 +204,7 @@ def _times_taken(evidence: Evidence, sealed: RequestIds) -> Counter[int]:
 
 
 def _sealed_twice(evidence: Evidence, sealed: RequestIds, times: Counter[int]) -> Iterator[Violation]:
-    """Yield violations: requests that are in several shards, and shards with too many completions.
+    """Yield violations about requests that are in several shards, and about shards with too many completions.
 
     sealed: the requests of each shard. times: how often each request was sealed.
     """
@@ -227,7 +227,7 @@ def _sealed_twice(evidence: Evidence, sealed: RequestIds, times: Counter[int]) -
 
 
 def _completed_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
-    """Yield violations: requests listed as done by a checkpoint but not merged by then, or the reverse."""
+    """Yield violations about requests that a checkpoint lists as done but were not merged, or the reverse."""
     merges = evidence.history.until(checkpoint.state.revision)
     merged = set(chain.from_iterable(merge.request_ids for merge in merges))
     name = checkpoint.name
@@ -284,7 +284,7 @@ def _cut_short(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
-    """Yield violations: a checkpoint's counts that differ from the sums over the merges before it."""
+    """Yield violations about counts of a checkpoint that differ from the sums over the merges before it."""
     state, history = checkpoint.state, evidence.history
     merges, dropped = history.until(state.revision), history.dropped(state.revision)
     expected: dict[str, object] = {name: sum(getattr(merge, name) for merge in merges) for name in COUNTED}
@@ -299,7 +299,7 @@ def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violatio
 
 
 def _missing_shards(evidence: Evidence, oldest: Checkpoint) -> Iterator[Violation]:
-    """Yield violations: missing shards that a resume from the oldest kept checkpoint would merge."""
+    """Yield violations about missing shards that a resume from the oldest kept checkpoint would merge."""
     cursors = oldest.state.cursors
     merged = {merge.key for merge in evidence.saved_merges if merge.key in evidence.sizes}
     for key in sorted(merged - set(evidence.files)):

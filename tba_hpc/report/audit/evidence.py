@@ -33,7 +33,7 @@ class ShardFile:
     """A file with the name of a shard.
 
     fault: why the file is not that shard, as a phrase such as ``is damaged``; empty if it is. foreign: true
-    if the file is undamaged, but another shard. size, request_ids: what the file contains.
+    if the file is undamaged, but another shard. size, request_ids: size and requests of the file's shard.
     """
 
     fault: str = ""
@@ -90,7 +90,7 @@ class Checkpoint:
 
 
 Seals = Mapping[ShardKey, list[ShardSize]]
-"""Sizes that searchers recorded when they sealed a shard: several if its index was sealed again."""
+"""Sizes that searchers recorded when they sealed a shard; several if they used its index again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ class Evidence:
     """Contents of a run directory, as far as the audit needs them.
 
     history: the trainer's records, without those that a resume undid. sizes: size of every shard that was
-    sealed, merged or on disk; EMPTY for an index that no shard has. files: shard files. refused: shard files
-    that were set aside as damaged. checkpoints: complete ones, oldest first.
+    sealed, merged or on disk; EMPTY for an index that no shard has. files: shard files, by shard. refused:
+    shard files that were set aside as damaged. checkpoints: complete checkpoints, oldest first.
     """
 
     run: RunDir
@@ -117,9 +117,9 @@ class Evidence:
         """Read a run in any state.
 
         A running trainer changes files meanwhile, so the order matters. Shards are read after the metrics,
-        since all shards that metrics mention are then on disk or in a checkpoint. Checkpoints follow, since
-        they contain the shards that were deleted meanwhile. New metrics are read last, since they record the
-        merges that the checkpoints count.
+        so that every shard that the metrics mention is on disk or in a checkpoint. Checkpoints follow, since
+        they contain the shards that were deleted meanwhile. Metrics added since are read last, because they
+        record the merges that the checkpoints count.
         """
         finished, tail = run.finished, MetricsTail(run.metrics_file("trainer"))
         records = list(_without_figures(tail.records()))
@@ -196,7 +196,7 @@ class Evidence:
 
     @property
     def waiting(self) -> dict[ShardKey, ShardFile]:
-        """Undamaged shards at or beyond the newest checkpoint's cursors: a start would merge them first."""
+        """Undamaged shards at or beyond the newest checkpoint's cursors. The next start would merge them."""
         cursors = self.newest.cursors
         return {
             (searcher, index): file

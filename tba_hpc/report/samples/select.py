@@ -28,16 +28,16 @@ SortBy = Literal["newest", "oldest", "best", "worst", "changed"]
 
 State = Literal["waiting", "merged", "buffer", "gone"]
 """State of a trajectory. waiting: sealed, not merged. merged: merged since the newest checkpoint. buffer: in
-that checkpoint's replay buffer. gone: merged, but evicted from the buffer (perhaps as used up), or rejected
-as a duplicate."""
+the replay buffer of the newest checkpoint. gone: merged, but evicted from the buffer (perhaps as used up),
+or rejected as a duplicate."""
 
 RECORDED = ("uid", "prompt_id", "request_id", "reward", "version_oldest", "version_newest", "reference")
-"""Fields of a trajectory's record that ``Sample`` has, too."""
+"""Fields of a trajectory's record that a ``Sample`` copies."""
 
 SortKey = tuple[float, int, int]
 """Sort key of a trajectory: reward or log-ratio if the order is by one of them, else 0; version; uid.
 
-The largest key comes first. Each number is negated where its smallest value is to come first.
+The largest key comes first. So a number is negated if its smallest value is to come first.
 """
 
 Decode = Callable[[np.ndarray], str]
@@ -89,8 +89,8 @@ class Query:
     """A query for trajectories.
 
     order: what comes first: newest or oldest weights, best or worst reward, or (changed) the completion whose
-    mean log π_behaviour/π_ref is largest. limit: largest number of results, in which equal answers to a
-    prompt count once; None for all, repeated ones included. prompt: id of a prompt; only its answers match.
+    mean log π_behaviour/π_ref is largest. limit: largest number of results, where equal answers to a prompt
+    count once; None for all results, equal answers included. prompt: id of a prompt; only its answers match.
     versions: first and last optimizer step; only samples of weights of these steps match. text: only
     trajectories with this text in question or answer match; case is ignored.
     """
@@ -106,9 +106,9 @@ class Query:
 class Sample:
     """A trajectory, its state and its arrays.
 
-    searcher, shard, row: place of the trajectory on disk. log_ratio: mean over sampled tokens of
-    log π_behaviour − log π_ref, nats; None if the sampling weights are the reference, or if only the trainer
-    computes log π_ref. merged_step: optimizer steps done when the trajectory was merged; None if it is not.
+    searcher, shard, row: place of the trajectory on disk. log_ratio: mean over sampled tokens of log
+    π_behaviour − log π_ref, nats; None if the sampling weights are the reference, or if only the trainer
+    computes log π_ref. merged_step: optimizer steps done when the trajectory was merged; None if not merged.
     uses: steps that had learned from it by the newest checkpoint; None if unknown. segments: parts of the
     completion as pairs of source and text. The source is "policy", "environment", or "sequence" for text of
     the environment with which a further sequence begins. tokens: int32 [T], the completion. logprobs,
@@ -139,7 +139,7 @@ class Sample:
 
     @property
     def staleness(self) -> int | None:
-        """Steps between the weights that sampled the first token and the merge; None if not merged."""
+        """Steps between the oldest weights that sampled the completion and the merge; None if not merged."""
         return None if self.merged_step is None else abs(self.merged_step - self.version_oldest)
 
     def values(self) -> dict[str, Any]:
@@ -153,8 +153,8 @@ class Sample:
 class Selection:
     """Result of a query.
 
-    samples: the first matches in the query's order. read: number of trajectories still on disk. found: number
-    of matches among them. checkpoint_step: step of the checkpoint from which ``Sample.uses`` comes;
+    samples: the first matches, in the query's order. read: number of trajectories still on disk. found:
+    number of matches among them. checkpoint_step: step of the checkpoint from which ``Sample.uses`` comes;
     None without one.
     """
 
@@ -192,12 +192,12 @@ def select(run: RunDir, query: Query, decode: Decode) -> Selection:
 def sealed_shards(run: RunDir) -> Iterator[Shard]:
     """Yield the undamaged shards of a run by searcher and index, including those in RUN/kept."""
     for key in run.sealed_files():
-        with suppress(ShardError):  # damaged, which the audit reports, or deleted meanwhile
+        with suppress(ShardError):  # the shard is damaged, as the audit reports, or was deleted meanwhile
             yield read_sealed(run, key)
 
 
 def _rows(trajectories: Trajectories, query: Query) -> list[int]:
-    """Return the rows that have the query's prompt and versions."""
+    """Return the rows that match the query's prompt and versions."""
     record = trajectories.record
     wanted_N = np.ones(len(record), bool)
     if query.prompt is not None:
@@ -230,7 +230,7 @@ def _log_ratios(trajectories: Trajectories) -> list[float | None]:
 
 
 def _sort_keys(trajectories: Trajectories, order: SortBy, log_ratio_N: list[float | None]) -> list[SortKey]:
-    """Return a sort key per row; among equals the newest comes first, or the oldest if that is the order."""
+    """Return a sort key per row. Among equals the newest comes first, but the oldest in order ``oldest``."""
     record = trajectories.record
     first_N = [0.0] * len(record)
     if order == "changed":

@@ -24,7 +24,7 @@ from tba_hpc.report.tables import Indented, Terminal
 from tba_hpc.run.directory import RunDir
 
 PAGER = "-RFX"
-"""Options of less: show colours, end at once if all fits on a screen, and leave the text on it."""
+"""Options of less: show colours, end at once if all fits on a screen, and leave the text on the screen."""
 
 STATES = {
     "waiting": "not merged",
@@ -43,14 +43,14 @@ SEQUENCE = "  ── another sequence of the episode begins:"
 """Line before the tokens with which a further sequence of the completion begins."""
 
 CONTEXT = 4
-"""Number of preceding tokens decoded with a token, whose text may depend on them: a leading space does."""
+"""Number of preceding tokens decoded with a token. Its text, such as a leading space, may depend on them."""
 
 BROKEN = "\ufffd"
 """Text that decoders return for a token that is only part of a character."""
 
 
 def print_samples(selection: Selection, *, as_json: bool = False) -> None:
-    """Print the samples and then how many match, or the samples as a JSON list."""
+    """Print the samples, then how many match. as_json: print only the samples, as a JSON list."""
     if as_json:
         print(json.dumps([sample.values() for sample in selection.samples], indent=2))
         return
@@ -157,8 +157,7 @@ def _tokens(sample: Sample, decode: Decode) -> Iterator[Token]:
 def pieces(decode: Decode, tokens: np.ndarray) -> list[str]:
     """Return the text that each token adds to the text before it.
 
-    tokens: int32 [T]. Special tokens add no text; of several tokens that make up a character, the last adds
-    it.
+    tokens: int32 [T]. Special tokens add no text. If several tokens make up a character, the last adds it.
     """
     found: list[str] = []
     start = 0  # first token whose text is still incomplete
@@ -178,7 +177,7 @@ def shade(log_ratio: float) -> str:
 
 
 def _legend() -> Iterator[tuple[str, str]]:
-    """Yield each CSS class with the log-ratio at which it begins, as a text."""
+    """Yield each CSS class with a text of the log-ratio from which it is used, such as ``≥ +0.1``."""
     for strength in range(len(EDGES), 0, -1):
         yield f"down{strength}", f"≤ −{EDGES[strength - 1]:g}"
     yield "", "0"

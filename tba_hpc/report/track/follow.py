@@ -1,7 +1,7 @@
 """Sends a run's figures to its trackers: once, continuously, or in a child process of the leading trainer.
 
 RUN/track records which figures have been sent. A failure of the child does not stop training. The child ends
-when its standard input is closed, so it never outlives the trainer.
+when its standard input is closed, and thus with the trainer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAUSE_SECONDS = 10.0
 """Pause between two readings of the run's files."""
 
 OWNER = "tracker"
-"""Name that the process owns (``run.owners``), so that no second process follows the run."""
+"""Name owned (``run.owners``) by the process that follows the run, so that no second process does."""
 
 END_SECONDS = 60.0
 """Longest wait for the remaining figures to be sent after training has ended."""
@@ -68,7 +68,7 @@ def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = la
         followers = [_Follower(run, name, config) for name in config.track.wanted]
         more = True
         while more:
-            more = goes_on(PAUSE_SECONDS)  # first, so that what came during this wait is sent below
+            more = goes_on(PAUSE_SECONDS)  # waits first, so that what came meanwhile is sent below
             ended = [follower.look() for follower in followers]
             more = more and not (all(ended) and run.finished)
         for follower in followers:
@@ -76,7 +76,7 @@ def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = la
 
 
 class _Follower:
-    """One tracker of a run, with its own record of what was sent, since trackers may begin at any time."""
+    """A tracker with its own record of what was sent to it, since a tracker may be added at any time."""
 
     def __init__(self, run: RunDir, name: str, config: Config) -> None:
         project = config.track.wandb if name == "wandb" else None
@@ -107,7 +107,7 @@ def until_interrupted(seconds: float) -> bool:
 class News:
     """Reader of what is new in a run, in units that a tracker takes (``Point``).
 
-    state: what ``state()`` of an earlier reader returned, which JSON can hold; empty: read from the start.
+    state: what ``state()`` of an earlier reader returned, a dict for JSON; empty: read from the start.
     """
 
     def __init__(self, run: RunDir, state: Mapping[str, Any]) -> None:
@@ -181,7 +181,7 @@ def _means(records: Iterable[Record]) -> dict[str, float]:
 
 @contextmanager
 def tracked(run: RunDir, config: Config) -> Iterator[None]:
-    """Run ``follow`` in a child process during the block, if the config names a tracker; warn if it fails."""
+    """Run ``follow`` in a child process during the block, if a tracker is configured; warn if that fails."""
     if not config.track.wanted:
         yield
         return
@@ -203,7 +203,7 @@ def tracked(run: RunDir, config: Config) -> Iterator[None]:
 
 
 def _ends_well(process: subprocess.Popen[bytes]) -> bool:
-    """Close the child's input, wait for its end, and return whether it has sent all."""
+    """Close the child's input, wait for the child to end, and return whether it has sent all figures."""
     assert process.stdin is not None
     with suppress(OSError):
         process.stdin.close()

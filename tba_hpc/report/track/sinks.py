@@ -43,7 +43,7 @@ class Point:
 
 
 class TensorBoardSink:
-    """Writer of event files in RUN/track/tensorboard; a resume purges the steps that it does again."""
+    """Writer of event files in RUN/track/tensorboard. A resume purges the steps that it will do again."""
 
     def __init__(self, run: RunDir) -> None:
         self._folder = run.track / "tensorboard"
@@ -54,7 +54,7 @@ class TensorBoardSink:
     def _open(self, purge: int | None) -> SummaryWriter:
         from tensorboardX import SummaryWriter
 
-        self._sessions += 1  # two files made within a second need different names
+        self._sessions += 1  # files made within the same second need different names
         return SummaryWriter(str(self._folder), purge_step=purge, filename_suffix=f".{self._sessions}")
 
     def log(self, points: Iterable[Point]) -> None:
@@ -68,7 +68,7 @@ class TensorBoardSink:
         self._writer.flush()
 
     def state(self) -> dict[str, Any]:
-        """Return an empty state; none is needed."""
+        """Return an empty dict, since a later process needs no state."""
         return {}
 
     def close(self) -> None:
@@ -82,10 +82,10 @@ def wandb_mode() -> str:
 
 
 class WandbSink:
-    """One W&B run, which each process that tracks this run continues; offline, each writes its own folder.
+    """Writer of a W&B run, which each later process continues. Offline, each process writes its own folder.
 
     W&B gets the config, figures and some answers, but no code, console output, machine data or environment.
-    project: name of the W&B project. state: that of the last process; empty for the first.
+    project: name of the W&B project. state: ``state()`` of the last process; empty for the first.
     """
 
     def __init__(self, run: RunDir, config: Config, project: str, state: Mapping[str, Any]) -> None:
