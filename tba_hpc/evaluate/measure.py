@@ -168,8 +168,8 @@ def samplings(
 ) -> tuple[Sampling, Sampling]:
     """Return the sampling parameters for one completion per prompt, and those for several.
 
-    Those for one completion are the same as in a run's evaluations. temperature: temperature for
-    several completions; None: that of training.
+    With one completion, a run's evaluations use the same parameters. temperature: sampling temperature for
+    several completions; None: the temperature of training.
     """
     sampled_at = section.temperature if temperature is None else temperature
     return (

@@ -133,7 +133,7 @@ class Manifest:
             raise DamagedError(f"{folder / 'latest.json'} is damaged: {error}") from None
 
     def write(self, folder: Path) -> None:
-        """Write this manifest in place of the run's old one."""
+        """Replace the run's manifest in the folder of the weights by this one."""
         publish(folder / "latest.json", msgspec.json.encode(self))
 
     def chain(self, sequence: int) -> tuple[Entry, ...]:
@@ -295,7 +295,7 @@ class FileTrainerExchange:
         """Return the entries that stay in the manifest when a new one is added, oldest first.
 
         These are the newest KEEP − 1 entries, those whose evaluation is incomplete (on the validation split
-        at most the newest MOST_WAITING), and all entries on whose files these depend.
+        at most the newest MOST_WAITING), and all entries whose files these two kinds need.
         """
         entries = self._manifest.entries
         waiting = [
@@ -341,7 +341,7 @@ class FileTrainerExchange:
     def _first_manifest(self, attempt: str, cursors: Mapping[int, int]) -> Manifest:
         """Write and return the first manifest of this attempt.
 
-        It keeps the newest weights of the previous attempt, so that sequence numbers continue.
+        The manifest keeps the previous attempt's newest weights, so that sequence numbers continue.
         """
         try:
             before = self._retry(lambda: Manifest.read(self._folder))

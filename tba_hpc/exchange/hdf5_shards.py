@@ -67,7 +67,7 @@ EVERYBODY = range(1 << 20)
 
 SEARCHERS_AT_FULL_RATE = 64
 """Number of searchers up to which each seals a shard every ``exchange.seal_seconds``. If there are more, each
-seals less often, so that their shards per second do not grow."""
+seals less often, so that all searchers together seal no more shards per second."""
 
 _DTYPES = dict(
     zip(
@@ -201,7 +201,7 @@ def _decode(path: Path, kind: str, data: bytes) -> tuple[dict[str, int], dict[st
 
 
 def _require_schema(path: Path, schema: int, sealed: int) -> None:
-    """Check the schema of a file, which it states twice; the checksum covers only the image.
+    """Check the schema of a file, which states it in the image and, beyond the checksum, in its first line.
 
     path: name of the file in errors. schema: schema in the file's first line. sealed: schema in the image.
     Raises ShardError if the two differ, and AnotherVersionError if they are not SCHEMA.

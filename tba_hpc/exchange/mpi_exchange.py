@@ -350,7 +350,7 @@ class _Peer:
         self._handed_over()
 
     def _until_free(self, sequence: int) -> None:
-        """Wait until this node's memory has room for the weights of a sequence number, or the run ends.
+        """Wait until this node's memory has room for the weights of a sequence number, or until the run ends.
 
         Meanwhile report BUSY to the leader, as long as the main thread of this rank is alive.
         """

@@ -72,7 +72,7 @@ FILES = 3
 TABLE = np.dtype([("order", np.int64, 2), ("generations", np.int64, FILES)])
 """Table in shared memory for the ranks of a node.
 
-order: indices of two of the files: that for weights with an even sequence number, and that for odd ones.
+order: indices of two files, the one for weights with even sequence numbers and the one for odd numbers.
 generations: how often each file has given back its memory.
 """
 

@@ -341,7 +341,7 @@ def _fall_of_score(view: View) -> str:
 
 
 def _standard_error(evaluation: Evaluation) -> float:
-    """Return a score's standard error. One right and one wrong answer are added, so that it is never 0."""
+    """Return a score's standard error. One right and one wrong answer are added, lest it be 0."""
     share = (evaluation.correct + 1) / (evaluation.total + 2)
     return sqrt(share * (1 - share) / evaluation.total)
 
@@ -472,8 +472,8 @@ def few_effective(view: View) -> Alert | None:
 def first_samples(view: View) -> Alert | None:
     """Alert if a run without max_staleness has mostly learned from what was sampled near its beginning.
 
-    If all data were the initial model's, their mean age would be half of the steps. Data drawn evenly from
-    all that was ever sampled would have half of that age. The threshold lies in between.
+    If all data were the initial model's, their mean age would be half of the steps. If they were drawn evenly
+    from all that was ever sampled, it would be a quarter. The threshold lies in between.
     """
     steps, ages = view.trainer.step, view.values("staleness/mean")
     age = view.trends.curves["staleness/mean"].mean

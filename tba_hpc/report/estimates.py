@@ -59,7 +59,7 @@ def mean_share(shares: Sequence[float]) -> Estimate:
 
 
 def difference(one: Estimate, other: Estimate) -> Estimate:
-    """Estimate ``one − other`` of independent samples; with Wilson intervals, Newcombe's method 10 (1998)."""
+    """Estimate ``one − other`` of independent samples. Wilson intervals give Newcombe's method 10 (1998)."""
     gap = one.value - other.value
     below = math.hypot(one.value - one.low, other.high - other.value)
     above = math.hypot(one.high - one.value, other.value - other.low)
@@ -70,7 +70,7 @@ def paired_difference(gaps: Sequence[float], *, graded: bool) -> Estimate:
     """Estimate the mean of differences between two scores of the same prompts.
 
     gaps: the difference for each prompt. graded: whether scores are rewards of any size. If so, the interval
-    is the normal one. Otherwise they are 1 for right and 0 for wrong answers, and the interval is that of
+    is the normal one. Otherwise scores are 1 for right and 0 for wrong answers, and the interval is that of
     Bonett and Price (2012), which has a width even if there is no difference.
     """
     if graded:

@@ -119,7 +119,7 @@ class RunMonitor(RunData):
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps done, without those that an attempt will repeat once it has started."""
+        """Number of optimizer steps done, without steps that an attempt which is starting will repeat."""
         starting = self.attempt and not self.phase and not self.finished
         return self.first_step if starting else super().step
 

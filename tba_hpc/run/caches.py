@@ -18,8 +18,8 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 CACHES = "TBA_CACHES"
-"""Environment variable that names the folder. Batch scripts set it, and point VLLM_CACHE_ROOT,
-TRITON_CACHE_DIR and similar variables to folders inside it."""
+"""Environment variable that names the folder of compiled code. Batch scripts set it, and point
+VLLM_CACHE_ROOT, TRITON_CACHE_DIR and similar variables to folders inside that folder."""
 
 DATA_ALONE: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 """Arguments that make ``extractall`` refuse device files and links that lead out of the folder.

@@ -82,7 +82,7 @@ class _Below:
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Directory of a run, with the path of every file in it. It has mode 0700, and its files have 0600."""
+    """Directory of a run, with the path of every file in it. Its mode is 0700, that of files 0600."""
 
     path: Path
 

@@ -40,7 +40,8 @@ Result = TypeVar("Result")
 class Answer:
     """Answer to an evaluation prompt as text, and whether it is correct.
 
-    prompt: id of the prompt. question: its text. reward: None if the task gives none in evaluations.
+    prompt: id of the prompt. question: text of the prompt. reward: None if the task gives none in
+    evaluations.
     """
 
     prompt: int

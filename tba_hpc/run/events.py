@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # slow to import, and batch scripts call this module often
 def this_job() -> str:
     """Return the id of this process's Slurm job, as squeue prints it; "" outside Slurm.
 
-    For a task of a job array it is, for example, ``49_1``. The task's SLURM_JOB_ID may be that of the whole
-    array, and ``scancel`` with that id would end all tasks.
+    For a task of a job array the id is, for example, ``49_1``. The task's SLURM_JOB_ID may be that of the
+    whole array, and ``scancel`` with that id would end all tasks.
     """
     array, task = (os.environ.get(f"SLURM_ARRAY_{part}_ID") for part in ("JOB", "TASK"))
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")

@@ -98,7 +98,7 @@ def publish(path: Path, *pieces: bytes | memoryview, replace: bool = True) -> No
 
 
 def _name_once(temporary: Path, path: Path) -> None:
-    """Link a file to its final name. Raises FileExistsError if that is taken; a rename would replace it."""
+    """Link ``temporary`` to ``path``. Unlike a rename, this raises FileExistsError if ``path`` exists."""
     try:
         os.link(temporary, path)
     except FileExistsError:

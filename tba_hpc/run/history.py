@@ -29,8 +29,8 @@ class Merge:
     published last. revision: how often merges or evictions had changed the buffer, this one included.
     trajectories, tokens: size of the shard. request_ids: requests that the shard answers or sets aside.
     added, duplicates, evicted: trajectories that the buffer stored, dropped as duplicates, and evicted.
-    answered: requests of the shard that an earlier shard had answered. again: number of trajectories left
-    out for that reason.
+    answered: requests of the shard that an earlier shard had answered. again: number of the trajectories of
+    these requests, which were left out.
     """
 
     key: ShardKey
@@ -63,8 +63,8 @@ class History:
     """Work of the trainer, without what a resume from an earlier checkpoint has undone.
 
     merges: merges, in order. steps: metrics of the optimizer steps, in order. evictions: numbers of
-    trajectories evicted outside of merges (stale, of an old reference, or used up), by the buffer's revision,
-    which counts its changes (see Merge). starts: how often a trainer began its loop. redone: for each resume,
+    trajectories evicted outside of merges (stale, of an old reference, or used up), by revision of the buffer
+    (see Merge). starts: how often a trainer began its loop. redone: for each resume,
     the number of steps that it undid. gaps: a phrase for each resume whose checkpoint has a step or revision
     beyond the last one in the metrics.
     """

@@ -36,7 +36,7 @@ def first_day(run: RunDir) -> date:
 def require_same_prompts(run: RunDir, prompts: Mapping[Split, Sequence[Prompt]]) -> None:
     """Record checksums of each split's prompts when a run begins, and compare them at every later start.
 
-    Each searcher calls it. Added training prompts and changed held-out prompts are logged as a warning, and
+    Each searcher calls this. Added training prompts and changed held-out prompts are logged as a warning, and
     recorded. Raises ConfigError if earlier training prompts are missing, or have another text, target or
     position.
     """
@@ -73,8 +73,9 @@ def have_same_prompts(one: RunDir, other: RunDir, split: Split) -> bool:
 def require_same_model(run: RunDir, path: str, folder: Path) -> None:
     """Record digests of the model's files when a run begins, and compare them at every later start.
 
-    Each searcher calls it. path: model.path, for the error. folder: the model's folder. Raises ConfigError if
-    a file was changed, added or removed, since references, engines and tokenizers would no longer agree.
+    Each searcher calls this. path: ``model.path``, for the error. folder: the model's folder. Raises
+    ConfigError if a file was changed, added or removed, since references, engines and tokenizers would no
+    longer agree.
     """
     note = run.inputs / "model"
     files = sorted(file for file in folder.iterdir() if file.suffix in MODEL_FILES and file.is_file())

@@ -70,7 +70,7 @@ class SummedFile:
 
 
 def inventory(folder: Path, *names: str, known: str = "") -> str:
-    """Return the inventory lines of the named files of ``folder``; without names, of all at any depth.
+    """Return the inventory lines of the named files of ``folder``; without names, of all files at any depth.
 
     COMPLETE is left out. known: lines of files whose checksums are known; they are returned first, and these
     files are not read.

@@ -97,7 +97,7 @@ def disk_full(path: Path) -> str:
 
 
 def note_at_work(run: RunDir) -> None:
-    """Record that all ranks of this attempt have joined. The leading trainer calls it."""
+    """Record that all ranks of this attempt have joined. The leading trainer calls this."""
     (run.attempt / AT_WORK_FILE).touch()
 
 

@@ -69,10 +69,10 @@ class Owner:
     host: name of its host. machine: identifier of the machine or container in which ``pid`` is unique. pid:
     process number; 0 if the job as a whole is the owner. began: start of the process in clock ticks since
     boot, which tells it from a later process with the same number. job, restarts: id of its Slurm job, and
-    how often that was requeued; empty outside Slurm. since: when it became the owner, unix seconds. elastic:
-    whether it is an elastic searcher, of which several may run in one job. holds: whether the process keeps
-    the run's folder open, as all versions after 0.3.0 do. ready: whether an elastic searcher's engine has
-    loaded weights.
+    how often the job was requeued; empty outside Slurm. since: when it became the owner, unix seconds.
+    elastic: whether it is an elastic searcher, of which several may run in one job. holds: whether the
+    process keeps the run's folder open, as all versions after 0.3.0 do. ready: whether an elastic searcher's
+    engine has loaded weights.
     """
 
     host: str = ""
@@ -238,8 +238,8 @@ def holders(run: RunDir, names: Iterable[str], *, now: float | None = None) -> d
 def end_if_superseded() -> None:
     """End this process if another has taken over one of its names, or if the run has a newer attempt.
 
-    Call it before anything that this process has written becomes valid, such as a checkpoint. Raises OSError
-    if the file system does not answer.
+    Call this before anything that this process has written becomes valid, such as a checkpoint. Raises
+    OSError if the file system does not answer.
     """
     for mine in list(_ours):
         run = RunDir(mine.parent.parent)
@@ -322,7 +322,7 @@ def _claim(run: RunDir, name: str, me: Owner, *, wait: bool) -> Path:
 
 
 def _take(run: RunDir, name: str, number: int, me: Owner) -> Path | None:
-    """Make the claim of ``me`` with this number, and remove earlier ones; None if a rival was faster."""
+    """Make the claim of ``me`` with this number, and remove earlier claims; None if a rival was faster."""
     mine, taken = run.owners / f"{name}.{number:06d}", False
     folder = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)  # before others can see the claim
     try:
@@ -434,8 +434,8 @@ def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
 def _is_silent(run: RunDir, claim: Claim) -> bool:
     """Return whether an owner has given no sign of life for SILENT_OWNER_SECONDS.
 
-    If the last sign is dated that many seconds or more into the future, a clock was wrong. The owner then
-    counts as silent if it gives no new sign for one and a half times BEAT_SECONDS, for which this waits.
+    If the last sign is dated that many seconds or more into the future, a clock was wrong. The function then
+    waits for one and a half times BEAT_SECONDS; an owner without a new sign in this time counts as silent.
     """
 
     def sign() -> float:  # for a job that owns the run, its trainer ranks give the signs

@@ -18,9 +18,9 @@ GOLDEN, PLASTIC = 0.6180339887498949, 0.7548776662466927
 
 
 def position(key: ShardKey) -> float:
-    """Return a number in 0…1 for a shard, which is kept if the number is below the share to keep.
+    """Return a number in 0…1 for a shard. The shard is kept if the number is below the share to keep.
 
-    It is 0 for the first shard of searcher 0, so that a share above 0 keeps at least that one.
+    The number is 0 for the first shard of searcher 0, so that a share above 0 keeps at least this shard.
     """
     searcher, index = key
     return (index * GOLDEN + searcher * PLASTIC) % 1.0

@@ -1,8 +1,8 @@
 """A file that names the call of a task's code that a searcher is making, in case the call ends the process.
 
-If a task's code calls ``os._exit`` or has a segmentation fault, nothing else says where. The file is cleared
-when a call returns, and when the process ends by an error or on request. A kill from outside cannot be told
-from a crash, so a call is blamed only after the searcher's process has ended in it twice. If the call
+If a task's code calls ``os._exit`` or has a segmentation fault, nothing else says in which call. The file is
+cleared when a call returns, and when the process ends by an error or on request. A kill from outside cannot
+be told from a crash, so a call is blamed only after the searcher's process has ended in it twice. If the call
 returns in a later attempt, the process's earlier ends in it no longer count.
 """
 
