@@ -201,7 +201,7 @@ def _decode(path: Path, kind: str, data: bytes) -> tuple[dict[str, int], dict[st
 
 
 def _require_schema(path: Path, schema: int, sealed: int) -> None:
-    """Check the schema of a file, which states it in the image and, beyond the checksum, in its first line.
+    """Check a file's schema, which the image and the first line state; the checksum covers only the image.
 
     path: name of the file in errors. schema: schema in the file's first line. sealed: schema in the image.
     Raises ShardError if the two differ, and AnotherVersionError if they are not SCHEMA.
@@ -295,9 +295,9 @@ class ShardWriter:
 
     A trajectory is acknowledged, and from then on never lost, when ``seal`` returns its shard. Indices of
     shards go up by one, and none is used twice in a run. They begin at ``first_index``, the trainer's cursor
-    of this searcher, since shards below it may be deleted; or after the last file on disk, including files
-    that were set aside, if that is higher. timeout: longest wait while a disk is full, in seconds. clock:
-    function that returns the time, in seconds.
+    of this searcher, since shards below it may be deleted. If files on disk go further, even some that were
+    set aside, indices begin after the last file. timeout: longest wait while a disk is full, in seconds.
+    clock: function that returns the time, in seconds.
     """
 
     def __init__(

@@ -181,7 +181,7 @@ class MpiWorld:
         world = cls(comm, rank, trainers, searchers, deadline, node_split, (), offset, work_deadline)
         time.sleep(SETTLING_SECONDS)
         hosts = world._meet()
-        # Both calls are collective, so they must wait until all ranks are known to be there.
+        # Split and Dup are collective: they come after ``_meet``, when all ranks are known to be there.
         comm = cast(MPI.Intracomm, comm.Split(key=rank)) if offset else comm.Dup()
         return replace(world, comm=comm, hosts=hosts, offset=0)
 

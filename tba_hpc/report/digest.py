@@ -142,7 +142,7 @@ class TrainerDigest:
             case "checkpoint":
                 self._save(integer(record, "revision"))
                 self.checkpoint, self.postponed = record, {}
-                step = max(self.step, integer(record, "step"))  # training went on
+                step = max(self.step, integer(record, "step"))  # training went on meanwhile
                 self._keep_latest({**record, "step": step})
             case _ if event in PHASES:
                 self.phase = event

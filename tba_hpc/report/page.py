@@ -146,7 +146,7 @@ def tiles(data: RunData, summary: Summary) -> list[Tile]:
     """Return the headline numbers of the page."""
     steps = count(summary.steps, "step")
     attempts = "" if summary.attempts < 2 else f" in {summary.attempts} attempts"
-    ended = data.attempts and data.attempts[-1].end  # while it lasts, its ETTR is not final
+    ended = data.attempts and data.attempts[-1].end  # else the ETTR is not final
     ettr = f", ETTR {percent(summary.ettr)}" if ended and summary.ettr is not None else ""
     rate, goodput = summary.generated_per_searcher_second, summary.goodput
     rates = [f"{rate:,.0f} per searcher-second"] if rate else []

@@ -163,7 +163,7 @@ def _plot(title: str, note: str, draw: Callable[..., bool], *given: object) -> P
             return None
         if ax.get_legend_handles_labels()[0]:
             ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0, borderpad=0.2)
-        ax.yaxis.get_offset_text().set_horizontalalignment("right")  # beside the legend
+        ax.yaxis.get_offset_text().set_horizontalalignment("right")  # not into the legend
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     return Plot(title, note, _themed(out.getvalue(), title))

@@ -336,7 +336,7 @@ def _started_since(component: QueueEntry, moment: float) -> bool:
     """Return whether Slurm has started a job component after a moment, unix seconds."""
     try:
         return datetime.fromisoformat(component["start"]).timestamp() > moment
-    except ValueError:  # "N/A"
+    except ValueError:  # Slurm says "N/A"
         return False
 
 

@@ -57,10 +57,10 @@ class Evaluation:
 
     correct, total: numbers of correct and of all answers. truncated: number of answers that a limit of tokens
     or turns cut off; cut_correct: how many of these are correct. tokens: number of tokens that the policy
-    sampled. ref_logprob: their summed log π_ref in nats; None without a reference model. graded: number of
-    answers with a reward; rewards, squares: sums of these rewards and of their squares. score_name: the
-    task's name for the share of correct answers; MEAN_REWARD if no answer can be called correct. answers: a
-    few answers as text, ascending by prompt id. results: score of each judged answer of the test split, by
+    sampled. ref_logprob: sum of log π_ref over these tokens, in nats; None without a reference model. graded:
+    number of answers with a reward; rewards, squares: sums of these rewards and of their squares. score_name:
+    the task's name for the share of correct answers; MEAN_REWARD if no answer can be called correct. answers:
+    a few answers as text, ascending by prompt id. results: score of each judged answer of the test split, by
     prompt id: its reward, or 1 for a correct and 0 for a wrong answer of a task without rewards.
     """
 

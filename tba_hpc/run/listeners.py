@@ -33,7 +33,7 @@ EVERYBODY = {
     socket.AF_INET: (struct.pack("H126x", socket.AF_INET),),
     socket.AF_INET6: (
         struct.pack("H126x", socket.AF_INET6),
-        struct.pack("H16xH108x", socket.AF_INET6, 0xFFFF),  # ::ffff:0.0.0.0, peers by IPv4
+        struct.pack("H16xH108x", socket.AF_INET6, 0xFFFF),  # ::ffff:0.0.0.0, IPv4 peers
     ),
 }
 """Wildcard peer addresses (struct sockaddr_storage) per address family of the listening socket."""

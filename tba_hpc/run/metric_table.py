@@ -164,7 +164,7 @@ SEARCH = {
     ),
 }
 """Metrics that a searcher logs at intervals. Means, and counts not marked "so far", cover the time since the
-searcher's last record."""
+searcher's previous record."""
 
 METRICS = {**STEP, **SEARCH}
 """All metrics of both roles."""
