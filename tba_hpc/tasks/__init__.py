@@ -71,10 +71,11 @@ def make_task(
     """Make the task that ``config`` names, with its options and ``tokenizer``.
 
     serve: function that starts another model, for tasks that query one. room: largest number of tokens of a
-    prompt; None: no limit. Only tasks that derive from ``Rows`` set longer prompts aside. Raises ConfigError
-    for an unknown task, a class that is not a task, an unknown, ill-typed or missing option, a file that the
-    task does not use, or a missing ``serve``. Missing or malformed data files are not noticed here, because
-    they are read only when prompts are needed.
+    prompt; None: no limit. Only tasks that derive from ``Rows`` set longer prompts aside.
+
+    Raises ConfigError if the task does not exist or cannot be made, if an option is unknown, missing or of
+    the wrong type, if a file or reward is given that the task does not use, or if the task needs ``serve``.
+    Data files are read only when prompts are needed, so that bad ones are not noticed here.
     """
     task_class = with_defaults(_find(config.name), config.name)
     _check_options(config.options, task_class, config.name)
@@ -116,7 +117,7 @@ def task_resources(config: TaskSection) -> list[Resource]:
 
 
 def _find(name: str) -> type:
-    """Return the class of a built-in task, or of the user's ``module:Class``. Raises ConfigError."""
+    """Return the class of a built-in task, or the user's ``module:Class``. Raises ConfigError for none."""
     if name not in TASKS and ":" not in name:
         raise ConfigError(f"unknown task {name!r}: {did_you_mean(name, TASKS)}, or module:Class of your own")
     found = find_function(f"task.name={name}", TASKS.get(name, name))
@@ -126,7 +127,7 @@ def _find(name: str) -> type:
 
 
 def _check_options(options: Mapping[str, object], task_class: type, task: str) -> None:
-    """Raise ConfigError, which names the ``task``, if an option is unknown, ill-typed or missing."""
+    """Raise ConfigError if an option is unknown, missing or of the wrong type. task: name for the error."""
     valid = {key: value for key, value in _parameters(task_class).items() if key not in CONTRACT}
     for key, value in options.items():
         if key not in valid:

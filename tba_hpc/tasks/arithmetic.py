@@ -1,4 +1,4 @@
-"""Generated word problems with two to four additions and subtractions, which a laptop can learn.
+"""Generated word problems with two to four additions and subtractions, easy enough to train on a laptop.
 
 A problem, its worked solution and its bare answer:
 
@@ -65,7 +65,7 @@ class Problem:
 
     @property
     def totals(self) -> list[int]:
-        """Total before any change, and after each change."""
+        """Numbers of things: at first, and after each change."""
         return list(accumulate(self.changes, initial=self.start))
 
     @property
@@ -126,7 +126,7 @@ def _draw(rng: np.random.Generator) -> Problem:
 
 
 def _draw_change(rng: np.random.Generator, total: int) -> int:
-    """Draw a gain or a loss that keeps ``total`` between 0 and LARGEST."""
+    """Draw a change, a gain or a loss, that keeps the ``total`` between 0 and LARGEST."""
     size = _between(rng, CHANGE)
     gains = bool(rng.integers(2))
     return size if total < size or (gains and total + size <= LARGEST) else -size

@@ -30,7 +30,7 @@ POINTS, DIGITS = 5, 40
 
 RELATIONS = ("=", "<", ">", r"\leq", r"\geq", r"\ne", r"\approx", r"\in", r"\equiv")
 TURNED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
-"""Sign of an inequality after its sides are exchanged, by its sign before."""
+"""Sign that an inequality gets when its sides are exchanged, by its present sign."""
 
 GREEK = "alpha|beta|gamma|theta|phi|omega|lambda|mu|sigma|rho|delta"
 NAME = re.compile(
@@ -60,7 +60,7 @@ SUM = re.compile(r"(?=.*[\d)}]\s*(?:[+(-]|\\cdot))(?:[\d\s.+()/{}-]|\\cdot|\\fra
 LEFT_TO_DO = re.compile(
     r"\\(?:sum|prod|int|lim|gcd|lcm|max|min|det|begin\{vmatrix)(?![a-z])|\b(?:gcd|lcm|max|min)\b"
 )
-"""Pattern of operations that an answer must have carried out, such as a sum over k."""
+"""Pattern of operations that an answer must not leave undone, such as a sum over k."""
 
 BASED = re.compile(r"\(?([-0-9A-Z]+)\)?\s*(?:_\s*\{?\(?(\d+)\)?\}?|\\?(?:text\{)?\s*base\s*\}?\s*(\d+))")
 """Pattern of a number that is written with its base."""
@@ -80,7 +80,7 @@ def equal(given: str, gold: str) -> bool:
 
 
 def _same(given: str, gold: str) -> bool:
-    """Compare two texts, or parts of them, that ``notation.in_one_form`` has normalised."""
+    """Return whether two texts, or parts of texts, are equal, after ``notation.in_one_form``."""
     given, gold = _bare(given), _bare(gold)
     if given == gold:
         return bool(given)
@@ -249,7 +249,7 @@ def _same_rounded(given: list[str], gold: list[str]) -> bool:
 
 
 def _near(text: str, decimal: str) -> bool:
-    """Return whether a value rounds to ``decimal``. If that is not a decimal number, both must be equal."""
+    """Return whether a value rounds to ``decimal``, or equals it if ``decimal`` is not a decimal number."""
     number = re.fullmatch(r"-?\d*\.?(\d*)", decimal)
     if not number:
         return _same(text, decimal)
@@ -347,7 +347,10 @@ UNREAD = re.compile(
 
 
 def _value(text: str) -> Any:
-    """Parse an expression with math-verify's parser. Raises the parser's errors, or ValueError."""
+    """Parse an expression with math-verify's parser; return sympy's object.
+
+    Raises the parser's errors, or ValueError if the expression has no value (see UNREAD).
+    """
     text = notation.exact(text)
     if UNREAD.search(text):
         raise ValueError(f"no value: {text}")

@@ -44,9 +44,9 @@ class HubData:
 class Table(Generic[T]):
     """A task's rows by split. Each source is read once, when its rows are first needed.
 
-    A held-out split without a source of its own takes its rows from the end of the usable training rows;
-    these rows are not trained on. If neither validation nor test has one, the last ``held_out`` rows are for
-    validation, and as many before them for test.
+    A held-out split without a source of its own takes ``held_out`` rows from the end of the usable training
+    rows, which are then not trained on. If both validation and test need such rows, the last ones are for
+    validation, and those before them for test.
 
     parse, wanted: see ``usable_rows``. key: config key of ``held_out``, for errors. identity: function from a
     row to a string that is equal for rows with the same question.
@@ -175,10 +175,10 @@ def _refuse_lack(source: str, parsed: Sequence[object]) -> None:
 def split_rows(
     rows: Sequence[T], held_out: Sequence[Split], *, size: int, key: str
 ) -> dict[Split, Sequence[T]]:
-    """Take ``size`` rows from the end for each held-out split, the last ones for the first split.
+    """Divide rows between training and the held-out splits; return them by split.
 
-    The rest is for training. key: config key of ``size``, for errors. Raises ConfigError if nothing would be
-    left for training.
+    Each held-out split gets ``size`` rows from the end, the first of these splits the very last rows. The
+    rest is for training. key: config key of ``size``, for errors. Raises ConfigError if no rest is left.
     """
     rest = len(rows) - size * len(held_out)
     if rest <= 0:
@@ -206,7 +206,7 @@ def _parsed(
 def _file_rows(path: Path, key: str) -> Iterable[tuple[int, bytes]]:
     """Return the number, from 1, and the bytes of each line that is not blank. Lines end with LF or CRLF.
 
-    Raises ConfigError, which names ``key``, if the file cannot be read or has no such line.
+    Raises ConfigError, which names ``key``, if the file cannot be read or has only blank lines.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -219,15 +219,15 @@ def _file_rows(path: Path, key: str) -> Iterable[tuple[int, bytes]]:
 
 
 def _object(line: bytes) -> Mapping[str, object]:
-    """Parse the JSON object of a line.
+    """Parse a line that holds a JSON object.
 
-    Raises Unusable if it is none, or if it holds half a character, a huge number, a key twice, or deep
-    nesting.
+    Raises Unusable if the line holds anything else, or if the object has half of a surrogate pair, a number
+    with too many digits, a key twice, or too deep nesting.
     """
     array = ": one row a line, not an array" if line.lstrip().startswith(b"[") else ""
     try:
         row = _DECODER.decode(line.decode("utf-8-sig"))
-        if b"\\u" in line:  # may be half of a surrogate pair, which tokenizers refuse
+        if b"\\u" in line:  # perhaps half of a surrogate pair, which tokenizers refuse
             json.dumps(row, ensure_ascii=False).encode()
         deep = len(line) > 2 * MOST_LEVELS and _is_deep(row, MOST_LEVELS)
     except UnicodeDecodeError:

@@ -19,13 +19,13 @@ STEP_SECONDS = 3
 """Time limit of a comparison within the worker, in seconds."""
 
 DEADLINE_SECONDS = 30.0
-"""Seconds to wait for the result of a worker that has started. After them, the answer counts as wrong."""
+"""Longest wait for the result of a comparison, in seconds. After it, the answer counts as wrong."""
 
 START_SECONDS = 300.0
 """Longest wait for a worker to start, in seconds."""
 
 WORKER_BYTES = 8 << 30
-"""Limit on the worker's address space, bytes."""
+"""Limit on the worker's address space, in bytes."""
 
 
 class Equivalence:
@@ -59,7 +59,7 @@ class Equivalence:
 def _start() -> Pool:
     """Start a worker and wait until it can compare, which may take long on a busy machine.
 
-    Raises TimeoutError.
+    Raises TimeoutError after START_SECONDS.
     """
     pool = multiprocessing.get_context("spawn").Pool(1, initializer=_begin)  # an MPI rank must not be forked
     try:
@@ -76,13 +76,16 @@ def _start() -> Pool:
 def _begin() -> None:
     """Limit the worker's memory, and import slow libraries before the first answer."""
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
-    # An error raised here would make the pool start workers forever. The first answer raises it again.
+    # An error raised here would make the pool start workers forever. The first comparison raises it again.
     with suppress(Exception):
         _equal(r"\frac{1}{\pi}", "x^2", seconds=0)
 
 
 def _equal(answer: str, target: str, seconds: int = STEP_SECONDS) -> bool:
-    """Compare two answers within the worker. False if one cannot be read, or after ``seconds``."""
+    """Return, in the worker, whether two answers are equal.
+
+    False if an answer cannot be read, or if the comparison takes longer than ``seconds``.
+    """
     from math_verify.errors import TimeoutException
     from math_verify.utils import timeout
 

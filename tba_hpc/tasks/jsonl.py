@@ -39,7 +39,7 @@ INSTRUCTING = ("system", "developer", "user")
 class Jsonl(Rows[Fields]):
     """Task whose reward is a weighted sum of the rewards that the config names.
 
-    A completion that the token limit cut off gets 0 from each of them, unless ``judge_truncated`` is set.
+    A completion that the token limit cut off gets 0 from each reward, unless ``judge_truncated`` is set.
 
     own_reward: True if the environment's own reward of a completion is added to the sum, even if the
     completion was cut off. If the environment's reward is NaN, the sum is NaN, and the named rewards do not
@@ -67,10 +67,10 @@ class Jsonl(Rows[Fields]):
         reward: the rewards by name. template: text of the prompt, with {name} for the row's field of that
         name. target: field with the right answer, if any; it is only displayed. chat: apply the model's chat
         template to the prompt, as a user's message, or to its list of messages. correct_from: lowest reward
-        of an answer that counts as correct in evaluations; None: 1 if there is one reward, and no answer
-        counts as correct if there are several. judge_truncated: also ask the rewards about completions that
-        the token limit cut off. validation_prompts: number of rows of train_file to hold out for each split
-        without a source of its own.
+        of an answer that counts as correct in evaluations. None means 1 if there is one reward; if there are
+        several, evaluations report only the mean reward. judge_truncated: also ask the rewards about
+        completions that the token limit cut off. validation_prompts: number of rows of train_file to hold out
+        for each split without a source of its own.
         """
         super().__init__(tokenizer, chat=chat)
         name = type(self).__name__.lower()
@@ -209,17 +209,18 @@ class Jsonl(Rows[Fields]):
     def encode_question(self, text: str) -> np.ndarray:
         """Encode a user's question, int32 [T].
 
-        If the template has exactly one field, the question is filled in there. Otherwise it stands alone.
+        If the template has exactly one field, the question is filled in there. Otherwise the prompt is the
+        question alone.
         """
         one = len(self._needed) == 1
         whole = filled_in(self._template, dict.fromkeys(self._needed, text)) if one else text
         return self._encode(whole)
 
     def try_rewards(self, seconds: float = math.inf) -> None:
-        """Try each judge and each function once on the first training row.
+        """Try each judge and each function on the first training row. Programs are not tried.
 
         seconds: time limit of a call. Raises ConfigError if a judge is unreachable, or if a function cannot
-        be called with that row or returns no number.
+        be called with this row or returns no number.
         """
         row = self.row(self.prompts("train")[0])
         for reward in self._rewards.values():
@@ -235,7 +236,7 @@ class Jsonl(Rows[Fields]):
     def reward_parts(self) -> Mapping[str, Sequence[float]]:
         """Return, by name, the unweighted rewards that the last ``rewards`` or ``correct`` computed.
 
-        Each has one number per completion of that call. The result is empty if there is only one reward.
+        Each reward has one number per completion of that call. The result is empty for a single reward.
         """
         return self._parts if len(self._parts) > 1 else {}
 

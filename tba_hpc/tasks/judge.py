@@ -82,11 +82,11 @@ class Reply(NamedTuple):
 
 
 class JudgeError(RuntimeError):
-    """Raised if a judge gives no reward. The message says what it did instead, and never contains its key."""
+    """Raised if a judge gives no reward. The message says what it did instead, without its API key."""
 
 
 class Judge:
-    """Reward that asks a judge over HTTP, about up to ``concurrency`` completions at once.
+    """Reward that asks a judge over HTTP. Up to ``concurrency`` completions are judged at the same time.
 
     key: config key of the reward, for errors. pause: function that waits for the given number of seconds. The
     constructor raises ConfigError if the environment lacks the judge's API key.
@@ -106,8 +106,8 @@ class Judge:
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
         """Return the judge's number for each (row, completion); NaN if a chat model writes no number.
 
-        Raises JudgeError if the judge does not reply, if a reply holds no reward, or if there are several
-        replies, and none holds a number.
+        Raises JudgeError if the judge does not reply, if a reply is not of the form that the module
+        describes, or if none of several replies of a chat model holds a number.
         """
         found = asyncio.run(self._ask_all(answers))
         if len(found) > 1 and all(map(math.isnan, found)):
@@ -268,7 +268,7 @@ def rating(text: str) -> float:
     """Return the last number in the text of a judge; NaN if there is none. 8/10 and 8 out of 10 are 8.
 
     If the text begins or ends with a JSON object, and has exactly one JSON field named score, rating or
-    reward, that field's number counts instead. JSON within a sentence may only be quoted.
+    reward, that field's number counts instead. JSON within a sentence does not count: it may be a quotation.
     """
     text = text.replace("\N{MINUS SIGN}", "-")
     if JSON_FIRST_OR_LAST.search(text) and len(fields := FIELD.findall(text)) == 1:

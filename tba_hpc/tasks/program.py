@@ -35,7 +35,7 @@ from tba_hpc.run.modules import find_file
 from tba_hpc.run.signals import kill_session
 
 LARGEST_FILE = 16 << 20
-"""Largest size of a file that a program writes, including its output, bytes."""
+"""Largest size of a file that a program writes, including its output, in bytes."""
 
 LARGEST_LINE = 1 << 16
 """Number of bytes that are read from the end of a program's error output."""
@@ -49,8 +49,8 @@ START_SECONDS = 60.0
 QUOTED = 200
 """Largest number of characters of a program's last line that an error quotes."""
 
-# This program sets the limits, and then becomes the program that is wanted. Code that set them between fork
-# and exec might hang, because this process has threads. prctl(1, 9) has the kernel kill the program together
+# This program sets the limits, and then becomes the program that is wanted. If this process set them between
+# fork and exec, it might hang, because it has threads. prctl(1, 9) has the kernel kill the program together
 # with the thread that starts it.
 LIMITER = """
 import ctypes, os, resource, sys
@@ -89,9 +89,9 @@ Process = subprocess.Popen[Any]
 class Keeper:
     """Helper process that kills this process's programs, and their children, once this process has ended.
 
-    It finds each program by the variable TMPDIR, which names the program's folder, and removes the folder.
-    All programs are started by one thread that lives as long as the process, because the kernel kills a
-    program together with the thread that started it.
+    The helper finds each program by the variable TMPDIR, which names the program's folder, and removes the
+    folder. All programs are started by one thread that lives as long as this process, because the kernel
+    kills a program together with the thread that started it.
 
     prefix: beginning of the names of programs' folders.
     """
@@ -102,7 +102,7 @@ class Keeper:
         self.prefix = f"tba-program-{secrets.token_hex(8)}-"
 
     def ensure_started(self) -> None:
-        """Start helper and thread unless they run."""
+        """Start the helper, and the thread that starts programs, unless they run."""
         with self._lock:
             if self._process is None:
                 self._starter = Worker("programs")
@@ -140,7 +140,7 @@ class Program:
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
         """Run the program for each (row, completion), and return the numbers that it writes.
 
-        A program that was killed, as at its time limit, gives ``when_killed``, or NaN if that is not set.
+        A program that was killed, such as at its time limit, gives ``when_killed``, or NaN if it is not set.
         Raises ProgramError if a program ends in another way without a number.
         """
         running = [self._pool.submit(self._run, {**row, "completion": text}) for row, text in answers]
@@ -185,7 +185,8 @@ class Confined:
     """A running program, within the limits that the module describes.
 
     words: its command. text: its input. seconds: limit on the processor time of each of its processes.
-    memory_mb: limit on the address space of each, MiB. variables: additional environment variables.
+    memory_mb: limit on the address space of each process, in MiB. variables: additional environment
+    variables.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class Confined:
         with tempfile.TemporaryFile() as asked, ExitStack() as files:
             asked.write(text)
             asked.seek(0)
-            _keeper.ensure_started()  # before there is a folder, which it may have to remove
+            _keeper.ensure_started()  # first, since the keeper may have to remove the folder
             folder = files.enter_context(
                 tempfile.TemporaryDirectory(prefix=_keeper.prefix, ignore_cleanup_errors=True)
             )
@@ -235,7 +236,7 @@ class Confined:
 def run_confined(words: Sequence[str], text: bytes, *, seconds: float, memory_mb: int) -> Ended:
     """Run a command to its end, or for ``seconds`` at most, within the limits that the module describes.
 
-    words: the command. text: its input. memory_mb: limit on the address space of each process, MiB.
+    words: the command. text: its input. memory_mb: limit on the address space of each process, in MiB.
     """
     program = Confined(words, text, seconds=seconds, memory_mb=memory_mb)
     try:

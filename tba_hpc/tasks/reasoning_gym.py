@@ -52,7 +52,10 @@ other splits are skipped."""
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A problem. generator: object of the library that grades answers. entry: its "question" and "answer"."""
+    """A problem.
+
+    generator: object of the library, which grades answers. entry: "question" and "answer" of the problem.
+    """
 
     generator: Any
     entry: Mapping[str, Any]
@@ -133,7 +136,7 @@ class ReasoningGym(Rows[Item]):
         return tagged[-1].strip() if tagged else None
 
     def _items(self, split: Split) -> list[Item]:
-        """Return a split's problems. Validation has no question of test, and train none of either."""
+        """Return a split's problems. No question of test is in validation, and none of either is in train."""
         order: tuple[Split, ...] = ("test", "validation", "train")
         if split not in self._drawn:
             taken = {
@@ -157,7 +160,7 @@ class ReasoningGym(Rows[Item]):
         number: index of the split. taken: questions of other splits. size: number of problems of the split.
         """
         source = np.random.SeedSequence([self._seed, number, zlib.crc32(name.encode())])
-        # Some generators take seeds of 32 bits, and add the problem's index: half the range is left for this.
+        # Some generators add the problem's index to a seed of 32 bits, so half of the range is left for it.
         seed = int(source.generate_state(1)[0] >> 1)
         config = replace(self._configs[name], seed=seed, size=TRIES * size)
         generator = _library("factory").DATASETS[name][0](config=config)

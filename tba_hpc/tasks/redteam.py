@@ -89,7 +89,7 @@ class RedTeam(Task):
         answers: number of the victim's answers to each attack.
         victim_template: text sent to the victim, with {attack}.
         victim_chat: apply the victim's chat template to that text, as a user's message.
-        victim_…: sampling and memory, as in the sections model and generator.
+        victim_…: the victim's keys of sampling and memory, as in the sections model and generator.
         classifier_batch, guard_batch: texts per forward pass.
         embedder: model of sentence embeddings, which ``summary`` needs.
         attacks: number of attacks in an evaluation.

@@ -109,11 +109,12 @@ class Function:
         self._together = first == "completions"
 
     def try_on(self, fields: Fields, seconds: float = math.inf) -> None:
-        """Call the function once with a row and empty completions, in a thread, as the scorer does.
+        """Try the function on a row and empty completions, in a thread, as the scorer calls it.
 
         A function of ``completions`` may mistake a field for a list with an item per completion. It therefore
-        gets more completions than any field has characters or items, but at most TRIAL_COMPLETIONS. A field
-        with as many or more is cut short in a second call. The function then returns too few numbers.
+        gets more completions than any field has characters or items, but at most TRIAL_COMPLETIONS. If a
+        field has as many or more, a second call cuts it short, so that such a function returns too few
+        numbers.
 
         seconds: time limit of a call during the run. If it is longer than TRIAL_SECONDS, a call that is not
         finished after TRIAL_SECONDS only causes a warning. Raises ConfigError if the call exceeds
@@ -130,7 +131,8 @@ class Function:
     def _first_call(self, answers: Sequence[Answer], seconds: float) -> bool:
         """Call the function for the first time; return whether it gave numbers.
 
-        Raises ConfigError for a fault that no completion can avoid, and warns of others. seconds: time limit.
+        Raises ConfigError for a fault that no completion can avoid, and warns of other faults. seconds: time
+        limit.
         """
         error, signals, where = _tried(lambda: self(answers), min(seconds, TRIAL_SECONDS))
         if where and seconds <= TRIAL_SECONDS:
@@ -164,9 +166,9 @@ class Function:
     def _second_call(self, fields: Fields, several: int, seconds: float) -> None:
         """Call the function again, with all fields of the row cut to fewer items than there are completions.
 
-        If the function returns a number per item of a field, instead of one per completion, their count is
-        now wrong. Raises ConfigError in that case. An item of a text is a character. several: number of
-        completions. seconds: time limit.
+        Raises ConfigError if the function now returns too few numbers, because it returns one per item of a
+        field instead of one per completion. An item of a text is a character. several: number of completions.
+        seconds: time limit.
         """
         cut = {
             name: value[: several - 1] if isinstance(value, SEQUENCES) else value
@@ -219,8 +221,8 @@ CALL_REFUSED = re.compile(r"required (?:positional|keyword-only) argument|unexpe
 def _tried(call: Callable[[], object], seconds: float) -> tuple[BaseException | None, bool, str]:
     """Make a call in a thread, and wait for it up to ``seconds``.
 
-    Returns the exception that it raised, or None; whether it tried to handle signals, even if it caught the
-    error; and the line that it is executing, which is empty if the call has returned.
+    Returns three things: the exception that the call raised, or None; whether it tried to handle signals,
+    even if it caught the error; and the line that it is still executing, or "" if it has ended.
     """
     signals = list[object]()
 

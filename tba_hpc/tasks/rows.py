@@ -58,8 +58,8 @@ class Rows(Task, Generic[Row]):
     def prompts(self, split: Split) -> tuple[Prompt, ...]:
         """Return all prompts of a split. The first call for a split reads its rows and encodes them.
 
-        Prompts longer than ``room`` are set aside. Raises ConfigError if a share above MOST_SET_ASIDE is, or
-        if the data cannot be used.
+        Prompts longer than ``room`` are set aside. Raises ConfigError if more than MOST_SET_ASIDE of them are
+        too long, or if the data cannot be used.
         """
         if split not in self._prompts:
             found: list[Prompt] = []
@@ -76,7 +76,7 @@ class Rows(Task, Generic[Row]):
         return self._prompts[split]
 
     def _set_aside(self, split: Split, long: Sequence[str], total: int) -> None:
-        """Log the prompts that leave no room for a completion. Raises ConfigError if there are many.
+        """Log a warning of the prompts that are too long. Raises ConfigError if there are too many.
 
         long: descriptions of these prompts. total: number of all prompts of the split.
         """

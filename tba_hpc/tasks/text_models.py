@@ -29,8 +29,8 @@ from tba_hpc.config import ConfigError
 class TextModel(ABC):
     """A model in evaluation mode with its tokenizer.
 
-    It stays on the CPU until its first use, so that it takes no GPU memory while an engine is built, which
-    measures how much is free. Then it moves to the GPU, if there is one.
+    The model stays on the CPU until its first use, and then moves to the GPU, if there is one. It thus takes
+    no GPU memory while an engine is built: the engine measures how much memory is free.
 
     path: folder or hub name. batch: texts per forward pass. key: config key of ``path``, for errors. The
     constructor raises ConfigError if there is no such model, or if it is not suitable.
@@ -94,10 +94,10 @@ class TextModel(ABC):
     def _own_padding(self) -> int | None:
         """Return the padding token with which the model was trained; None if it had none.
 
-        A decoder's score is read at the last token that is not padding. If the model's config pads with the
-        EOS token, a text's own EOS counts as padding, too: the score is read before it, as in training. If
-        only the tokenizer pads with the EOS token, the score was read at the EOS in training. The result is
-        then None, so that the EOS is not padding.
+        The choice matters because a decoder's score is read at the last token that is not padding. If the
+        model's config pads with the EOS token, a text's own EOS counts as padding, too, and the score is read
+        before the EOS, as in training. If only the tokenizer pads with the EOS token, training read the score
+        at the EOS. The result is then None, so that the EOS does not count as padding.
         """
         own, end = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
         if own is not None and own != end:
@@ -215,8 +215,8 @@ class Guard(TextModel):
     """A safety model that answers in words, such as Llama Guard; returns log p("unsafe").
 
     Its chat template defines what is unsafe. As in the model card, p is the probability of the verdict's
-    first token, either at once or after LEAD. The probabilities of "unsafe" and "safe" are scaled to a sum of
-    1.
+    first token, whether it comes at once or after LEAD. The probabilities of "unsafe" and "safe" are scaled
+    to add up to 1.
     """
 
     LOADER = AutoModelForCausalLM
@@ -254,7 +254,7 @@ class Guard(TextModel):
             )
 
     def _shows_both(self, *, in_parts: bool) -> bool:
-        """Return whether the chat template shows question and answer; some omit what they do not expect.
+        """Return whether the chat template shows both question and answer, as not every template does.
 
         in_parts: contents are given as a list with a text part, instead of as a string.
         """

@@ -102,8 +102,8 @@ class TLDR(Rows[None]):
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
         """Return whether the gold model prefers each completion to the person's summary of the same post.
 
-        A person's summary is judged only once, and a completion equal to it gets the same number. Judged
-        twice, they could differ in the last digits, which depend on the other texts in a batch.
+        A person's summary is judged only once, and a completion equal to it gets the same reward. If both
+        were judged, their rewards could differ in the last digits, which depend on the batch.
         """
         gold, known, answers = self._gold_model, self._wanted, zip(prompts, completions, strict=True)
         mine = [self._text(gold, prompt, completion) for prompt, completion in answers]

@@ -156,9 +156,9 @@ def _trimmed(text: str, ends: str) -> str:
 def final_expression(text: str) -> str:
     """Return the expression with which ``text`` answers, without enclosing dollar signs and periods.
 
-    The answer is the text after the last ``####``, or else the last line. If it contains words, the
-    expression is its last formula, or its last arithmetic if it has no formula. Several formulas
-    after ``####``, or several pieces of arithmetic, give an empty result.
+    The answer is the text after the last ``####``, or else the last line. If it contains words but no box,
+    the expression is its last formula, or its last arithmetic if it has no formula. If there are several
+    of these after ``####``, the result is empty.
     """
     _, marker, answer = text.rpartition(MARKER)
     line = answer if marker else text.strip().rpartition("\n")[2]
@@ -176,7 +176,8 @@ class GSM8K(WordProblems):
     r"""Task with reward 1 for a completion that ends by itself with the right number, else 0.
 
     grader: "final_number", the rule of TBA's paper: the final number must equal the target as a decimal (72.0
-    is 72). "math_verify": the final expression must equal it mathematically (7/2, \boxed{\frac{7}{2}}).
+    is 72). "math_verify": the final expression must equal the target mathematically (7/2,
+    \boxed{\frac{7}{2}}).
     """
 
     HUB: ClassVar[Mapping[Split, HubData]] = {
