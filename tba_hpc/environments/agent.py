@@ -2,11 +2,12 @@
 
     {"prompt": "Find the bug.", "files": "…"}
 
-The program is started once per episode, within the limits of tasks.program. It reads such a row as a line
-of JSON, and finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment. If a request repeats an earlier
-request and its answer, and appends messages, the model continues from exactly the tokens that were sampled.
-Any other request begins another sequence of the episode, in which the model does not see the earlier ones.
-The episode ends when the program exits. The last line of its output is the reward, unless task.reward is set.
+The program is started once per episode, within the limits of tasks.program. It reads a row, like the one
+above, as a line of JSON, and finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment. If a request
+repeats an earlier request and its answer, and appends messages, the model continues from exactly the tokens
+that were sampled. Any other request begins another sequence of the episode, in which the model does not see
+the earlier ones. The episode ends when the program exits. The last line of its output is the reward, unless
+task.reward is set.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class ProgramSession:
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
     _answer: Future[Body] = field(default_factory=Future)
     _arrived: threading.Event = field(default_factory=threading.Event)
-    _known: dict[int, tuple[Tools, list[Message]]] = field(default_factory=dict)  # of each sequence so far
+    _known: dict[int, tuple[Tools, list[Message]]] = field(default_factory=dict)  # by sequence, so far
     _key: str = field(default_factory=secrets.token_urlsafe)
     _over: str = ""
     _program: Confined | None = None
@@ -118,9 +119,9 @@ class ProgramSession:
     def act(self, text: str, **count: Any) -> Reaction:
         """Answer the last request with the model's turn, ``text``, and wait for the next request.
 
-        Returns the messages that the next request adds to ``sequence``, and False. If the program ends
-        without another request, returns no messages, and True. Raises TimeoutError if neither happens in
-        time. count: keyword arguments of ``protocol.completion``.
+        Returns the messages that the next request adds to ``sequence``, and whether the episode is over: if
+        the program ends instead, there are no messages. Raises TimeoutError if neither comes in time. count:
+        keyword arguments of ``protocol.completion``.
         """
         assert self.asked
         message, malformed = message_of(text, self.asked, self.calls)
@@ -136,8 +137,8 @@ class ProgramSession:
     def reward(self) -> float | None:
         """Return the reward that the program prints, or None if task.reward is set.
 
-        Raises ProgramError if the program fails, or if it prints no reward and task.reward is not set. If a
-        limit has ended the conversation, it returns 0 in these cases instead.
+        Raises ProgramError if the program fails, or if it prints no reward and task.reward is not set. After
+        a limit has ended the conversation, neither is an error: the reward is 0, or None with task.reward.
         """
         assert self._program
         cut = not self._answer.done()
@@ -294,7 +295,7 @@ class Agent(Conversational):
     def opening(self, prompt: Prompt, said: Any, chat: Chat) -> tuple[Prompt, list[Message]]:
         """Return the program's first request as a prompt and as messages. Raises ValueError; see ``begun``.
 
-        prompt: that of the row. said: messages and tools of the program's first request.
+        prompt: the row's prompt. said: messages and tools of the program's first request.
         """
         messages, tools = said
         return self.begun(prompt, said, lambda: chat.render(messages, tools=tools), chat), [*messages]

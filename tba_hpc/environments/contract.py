@@ -46,7 +46,7 @@ NO_TOOLS = ("reset", "get_reward", "step")
 """Public methods of an environment that are not tools."""
 
 STEP_RESULT = ("messages", "done", "reward")
-"""Names of the three values that ``step`` returns."""
+"""Names, for an error, of the three values that ``step`` returns."""
 
 ERROR = "error:"
 """Beginning of the result of a failed call."""
@@ -166,8 +166,8 @@ class Session:
     If a tool fails, the model sees the error as the tool's result. Any other error of the user's class is
     raised by the method in which it occurs.
 
-    row, seed: what ``reset`` may take. calls, failed_calls: numbers of all tool calls and of failed ones so
-    far.
+    row, seed: values that ``reset`` may take. calls, failed_calls: numbers of all tool calls and of failed
+    tool calls so far.
     """
 
     contract: Contract
@@ -215,7 +215,10 @@ class Session:
         return float(_result_of(self._environment.get_reward())) if self.contract.has_reward else self._sum
 
     def _result(self, call: Call | str, end: float) -> Message:
-        """Return the answer to a call: its result or an error. After time ``end`` no call begins."""
+        """Return the answer to a call: its result or an error.
+
+        end: time, as of time.monotonic, after which no call begins.
+        """
         if isinstance(call, str):
             return {"role": "tool", "name": "error", "content": call}
         if time.monotonic() > end:

@@ -57,8 +57,8 @@ MOST_HANGING = 64
 class OpenGroup:
     """The group of a request while some of its episodes are open.
 
-    completions: those of the ended episodes, by index in the group. versions: int32 [n, 2], the versions of
-    the weights that sampled the first and the last token of each episode.
+    completions: completions of the ended episodes, by index in the group. versions: int32 [n, 2], the
+    versions of the weights that sampled the first and the last token of each episode.
     """
 
     request: Request
@@ -78,8 +78,8 @@ class OpenGroup:
 class Part(NamedTuple):
     """Tokens that were added to an episode at once: a sampled turn, or an environment's answer.
 
-    sequence: index of the sequence to which they belong. tokens: int32 [T]. logprobs: float32 [T]. top:
-    TOP_LOGPROBS [T, C].
+    sequence: index of the sequence to which the tokens belong. tokens: int32 [T]. logprobs: float32 [T]. top:
+    TOP_LOGPROBS [T, C], the likeliest tokens at each position.
     """
 
     sequence: int
@@ -140,7 +140,7 @@ class Conversations:
     """The Generator of a task with an environment; see the module's docstring.
 
     at_once: maximum number of environments that work concurrently. seconds: time limit of an environment's
-    work in a turn. partner: what the policy talks with, as errors name it.
+    work in a turn. partner: word for what the policy talks with, for errors.
     """
 
     partner = "environment"
@@ -174,8 +174,8 @@ class Conversations:
     def in_flight(self) -> int:
         """Number of turns in the engine, or half the number of open episodes if that is larger.
 
-        A caller submits requests while this is below the number of completions that the engine decodes at a
-        time. Up to twice as many episodes can thus be open while environments work.
+        A caller submits requests while this number is below that of the completions that the engine decodes
+        at a time. While environments work, up to twice as many episodes can thus be open.
         """
         return max(self._generator.in_flight, -(-self._open // 2))
 
@@ -210,10 +210,10 @@ class Conversations:
         self._generator.close()
 
     def _work(self, episode: Episode, call: Callable[[], Any], then: Callable[[Episode, Any], None]) -> None:
-        """Run ``call`` in a thread; later, in ``step``, run ``then`` with its result.
+        """Run ``call`` in a thread. A later ``step`` runs ``then`` with the episode and the result.
 
-        If either raises, the episode fails. Once the run's last weights have been loaded, neither runs for a
-        training episode.
+        If either function raises, the episode fails. Once the run's last weights have been loaded, a training
+        episode is left unfinished instead.
         """
 
         def work() -> Any:
@@ -245,7 +245,7 @@ class Conversations:
         self._ask(episode)
 
     def _ask(self, episode: Episode) -> None:
-        """Submit the next turn to the engine."""
+        """Ask the engine for the episode's next turn."""
         request = episode.group.request
         self._asked += 1
         prompt = Prompt(request.prompt.id, np.concatenate(episode.context), request.prompt.target)
@@ -253,7 +253,7 @@ class Conversations:
         self._turns[self._asked] = episode  # only once the engine has accepted it
 
     def _sampling(self, episode: Episode) -> Sampling:
-        """Return sampling parameters of the next turn, with the conversation's remaining tokens as limits."""
+        """Return the sampling parameters of the next turn, limited to the tokens left for the episode."""
         sampling = episode.group.request.sampling
         return replace(
             sampling,
@@ -262,7 +262,7 @@ class Conversations:
         )
 
     def _said(self, episode: Episode, turn: Group) -> None:
-        """Add a turn to its episode, and let the environment react unless the token limit is reached."""
+        """Add a sampled turn to its episode, and let the session react unless the token limit is reached."""
         (completion,) = turn.completions
         episode.add(completion.tokens, completion.logprobs, completion.top_logprobs)
         versions = episode.group.versions[episode.place]
@@ -306,7 +306,7 @@ class Conversations:
     ) -> None:
         """Complete an episode, and its group if this was the last open episode of the group.
 
-        reward: the environment's own, or None if it gives none. fault: reason why there is no reward, or "".
+        reward: the environment's own reward, or None. fault: reason why there is no reward, or "".
         """
         group = episode.group
         if not fault and reward is not None and not math.isfinite(reward):

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from tba_hpc.environments.agent import ProgramSession
 
 LARGEST_BODY = 16 << 20
-"""Largest size of a request, bytes."""
+"""Largest size of a request, in bytes."""
 
 OPEN_FILES = 1 << 16
-"""Number of file descriptors that a searcher may open; a running program takes three of them."""
+"""Number of files that a searcher may have open; each running program takes three of them."""
 
 CLOSE_SECONDS = 5.0
 """Longest wait for the server to end, in seconds."""
@@ -36,7 +36,10 @@ class OwnListener(socket.socket):
     """Listening socket that closes connections of other users unread."""
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. Raises ConnectionAbortedError, which asyncio ignores, for another user's."""
+        """Accept a connection of this user.
+
+        Raises ConnectionAbortedError, which asyncio ignores, for a connection of another user.
+        """
         connection, address = super().accept()
         with suppress(OSError):  # perhaps no descriptor is free
             if owner(connection) in (None, os.getuid()):
@@ -77,7 +80,7 @@ class Endpoint:
         self._thread.join(CLOSE_SECONDS)
 
     async def _answer(self, request: web.Request) -> web.Response:
-        """Answer any request. A refused one gets an error in OpenAI's format."""
+        """Answer any request. A request that is refused gets an error in OpenAI's format."""
         try:
             return await self._accepted(request)
         except RefusedError as error:

@@ -87,7 +87,7 @@ class Conversational(Jsonl):
         return super()._checked(row)
 
     def identity(self, row: Fields) -> str:
-        """Return a string that is equal for equal rows. It covers all fields; the partner may use any."""
+        """Return a string that is equal for equal rows. It has all fields, since the partner may use any."""
         return repr(sorted(row.items()))
 
     def shown(self, row: Fields) -> str:
@@ -134,15 +134,15 @@ class Conversational(Jsonl):
     def opening(self, prompt: Prompt, said: Any, chat: Chat) -> tuple[Prompt, list[Message]]:
         """Return the prompt with which an episode begins, and its messages. Raises ValueError; see ``begun``.
 
-        prompt: that of the row. said: result of the session's ``open``.
+        prompt: the row's prompt. said: result of the session's ``open``.
         """
 
     def begun(self, prompt: Prompt, said: object, text: Callable[[], str], chat: Chat) -> Prompt:
         """Return the prompt with which all episodes of a row begin.
 
-        prompt: that of the row. said: what the session adds to it; if empty, ``prompt`` is returned. text:
-        function that renders the whole prompt. Raises ValueError if the prompt is too long, or if an earlier
-        episode of the row began differently, because all completions of a group have the same prompt.
+        prompt: the row's prompt, which is returned if ``said`` is empty. said: what the session adds to the
+        prompt. text: function that renders the whole prompt. Raises ValueError if the prompt is too long, or
+        if an earlier episode of the row began differently, because a group has a single prompt.
         """
         if prompt not in self._opened:
             begun = Prompt(prompt.id, chat.encode(text()), prompt.target) if said else prompt
@@ -165,7 +165,7 @@ class Conversational(Jsonl):
 
     def _messages(self, row: Fields) -> list[Message]:
         """Return the messages with which a conversation begins."""
-        asked = not self._needed <= row.keys()  # by a user, without the template's fields
+        asked = not self._needed <= row.keys()  # a user's question may lack the template's fields
         given: Any = row.get("prompt") if self._template == "{prompt}" or asked else None
         if isinstance(given, list):
             return list(given)

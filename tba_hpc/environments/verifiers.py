@@ -38,7 +38,7 @@ Line = dict[str, Any]
 class Host:
     """Connection to the process of verifiers. Raises ConfigError if the process ends.
 
-    python, env: see ``Rollout``. tasks: number of tasks to list; the attribute holds their data.
+    python, env: see ``Rollout``. tasks: number of tasks to list. The attribute ``tasks`` holds their data.
     """
 
     def __init__(self, python: str, env: Mapping[str, Any], tasks: int = 0) -> None:
@@ -99,7 +99,7 @@ class Rollout:
     def reset(self, prompt: list[Message], task: Line, tools: Sequence[Line] = ()) -> None:
         """Begin the rollout. Raises ValueError if its first request differs from the row.
 
-        prompt, tools: messages and tools of this request, as the row has them. task: data of the task.
+        prompt, tools: messages and tools of the first request, by the row. task: data of verifiers' task.
         """
         self._id = next(self._host.ids)
         self._known: list[Message] = []
@@ -132,7 +132,11 @@ class Rollout:
         return self._reward
 
     def _ask(self, **order: Any) -> list[Message]:
-        """Send an order; return the messages that the next request adds. At the end there are none."""
+        """Send an order; return the messages that the next request adds, or [] if the rollout has ended.
+
+        At its end, stores the rollout's reward. Raises RuntimeError if the rollout fails, or ValueError if it
+        rewrites the conversation.
+        """
         line = self._host.ask(self._id, **order)
         if "error" in line:
             raise RuntimeError(line["error"])
