@@ -28,7 +28,7 @@ CHOOSES_NODES = re.compile(r"^(-w|--nodelist|-F|--nodefile|-C|--constraint|--con
 """Pattern of the sbatch options with which users choose nodes themselves."""
 
 EXCLUDES = re.compile(r"^(?:-x\s*|--exclude[=\s]\s*)(\S+)")
-"""Pattern of the sbatch option that excludes nodes, with their list."""
+"""Pattern of the sbatch option that excludes nodes, with the list of these nodes."""
 
 GPU_TYPE = re.compile(r"(?:gpu:|gpus-per-node=|gpus=)([A-Za-z]\w*):")
 """Pattern of a request for GPUs, with their type."""
@@ -42,7 +42,7 @@ class Node:
     """A node of a partition, as sinfo lists it.
 
     up: whether the node is in service, be it idle or busy. idle: whether a job can get it at once. cpus:
-    number of cores. memory: MiB. gpus: number of GPUs by type; the type "" if sinfo names none.
+    number of cores. memory: size in MiB. gpus: number of GPUs by type; the type is "" if sinfo names none.
     """
 
     name: str
@@ -59,8 +59,8 @@ class Node:
 class Cut:
     """A division of an ordered list of nodes between two roles, 0 (trainer) and 1 (searcher).
 
-    first: the role that gets the nodes before the cut. leave: nodes that each role must exclude, in the order
-    of the list.
+    first: the role that gets the nodes before the cut. leave: for each role, the nodes on the other side of
+    the cut that it must exclude, in the order of the list.
     """
 
     first: int
@@ -82,12 +82,13 @@ def cut(
 
     A cut that lets both roles start at once is preferred. Cuts that are equal in this are compared by a ratio
     for each role: nodes in service on its side of the cut, divided by nodes that it needs. The cut whose
-    smaller ratio is the largest is chosen, and of equally good cuts one that puts role 0 first.
+    smaller ratio is the largest is chosen. Ties are decided by the same ratio of all nodes, then by the
+    number of nodes that can be used, and at last in favour of role 0 before the cut.
     """
     best: tuple[tuple[float, ...], int, int] = ((), 0, 0)
     for first in (0, 1):
         roles = (first, 1 - first)
-        # For each place of the cut, the numbers of nodes on both sides: of idle nodes, of those up, of all.
+        # For each position of the cut, the numbers of nodes on both sides: idle ones, those up, and all.
         sides = [
             _sides(order, *(fit[role] & kind for role in roles)) for kind in (idle, up, frozenset(order))
         ]
@@ -108,7 +109,7 @@ def cut(
 
 
 def _sides(order: Sequence[str], first: frozenset[str], second: frozenset[str]) -> list[tuple[int, int]]:
-    """Count, for each position of a cut, the nodes of ``first`` before it and of ``second`` after it."""
+    """Count, for each position of a cut, the nodes of ``first`` before and those of ``second`` after it."""
     before = accumulate((node in first for node in order), initial=0)
     total = sum(node in second for node in order)
     gone = accumulate((node in second for node in order), initial=0)
@@ -118,8 +119,7 @@ def _sides(order: Sequence[str], first: frozenset[str], second: frozenset[str]) 
 def _has(features: frozenset[str], constraint: str) -> bool:
     """Return whether a node with these features meets an sbatch constraint.
 
-    Only constraints of names, joined by ``&``, ``,`` or ``|``, are understood. For any other the answer is
-    True.
+    Only names joined by ``&``, ``,`` or ``|`` are understood. For any other constraint the result is True.
     """
     if not re.fullmatch(r"[\w.:-]+([&,|][\w.:-]+)*", constraint):
         return True
@@ -166,8 +166,10 @@ def separate_nodes(plan: Plan, site: Site) -> Plan:
 
 
 def _excluded(site: Site, beyond: Sequence[str]) -> str:
-    """Return the value of a component's ``--exclude``: the nodes ``beyond`` the cut, and those that the site
-    excludes. Empty if ``beyond`` is empty, since the site's own option then suffices."""
+    """Return the value of a component's ``--exclude``: the nodes ``beyond`` the cut and the site's own.
+
+    It is "" if ``beyond`` is empty, since the site's own option then suffices.
+    """
     if not beyond:
         return ""
     names = ask("scontrol", "show", "hostlist", ",".join(beyond)).strip()
@@ -182,7 +184,7 @@ def _option(pattern: re.Pattern[str], options: Sequence[str]) -> str:
 def _fit(
     nodes: Sequence[Node], component: Component, site: Site, own: ComponentSite, default: str
 ) -> frozenset[str]:
-    """Return the names of the nodes that satisfy a component's requests, as far as sinfo shows.
+    """Return the names of the nodes that a component may get, as far as sinfo and the site's options show.
 
     own: the component's part of the site file. default: name of the cluster's default partition.
     """

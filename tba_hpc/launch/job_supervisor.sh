@@ -7,8 +7,8 @@
 #   TRAINERS, SEARCHERS   numbers of ranks
 #   NODES, TRAINER_NODES, SEARCHERS_PER_NODE   how one allocation is split between the roles; unused by het jobs
 #   REQUEUE               yes or no: whether the job may requeue itself
-#   RELAUNCHES            restarts in a row without a sealed shard after which the job gives up
-#   SAVE_SECONDS          time that the ranks get for a checkpoint once they are asked to stop, s
+#   RELAUNCHES            number of failures in a row after which the job still restarts the ranks
+#   SAVE_SECONDS          time that the ranks get for a checkpoint once they are asked to stop, in seconds
 #   CHAINED               optional; 1: the job follows another job of a chain
 #   STEP_MEMORY           optional; the memory option of job steps
 #   CACHES_IN             optional; folder in which engines keep compiled code
@@ -49,7 +49,7 @@ in the site file, or write out what it stands for"
 }
 
 # load_modules NAME…: load environment modules, or end the job if one of them is not loaded. The status of
-# `module load` does not show that: it is not 0, either, if a command of a module has failed.
+# `module load` does not tell: it is also not 0 if a module is loaded, but one of its commands has failed.
 load_modules() {
     module load "$@" && return       # before any `local`, which would hide variables that modules set
     local name loaded=yes
@@ -190,7 +190,7 @@ await_step() {
     return $code
 }
 
-# If this node no longer sees RUN, wait for it, since both `ask` and a requeue need RUN. The wait ends early
+# If this node no longer sees RUN, wait until it does, since both `ask` and a requeue need RUN. The wait ends early
 # enough for a requeue within the job's time. After a request to stop it lasts at most two pauses.
 await_folder() {
     local began=$SECONDS most=$ANSWER_SECONDS left
@@ -205,8 +205,8 @@ await_folder() {
     done
 }
 
-WATCH_SECONDS=60     # pause between two checks of the nodes, s
-STEP_SECONDS=20      # pause between two checks of a step, s; trainers touch their files every ten seconds
+WATCH_SECONDS=60     # pause between two checks of the nodes, in seconds
+STEP_SECONDS=20      # pause between two checks of a step, in seconds; trainers touch their files every ten seconds
 
 # Print the first of this job's nodes that is being drained. Print nothing if the job cannot continue on other
 # nodes, because it neither requeues nor is followed by a job of its chain.
@@ -297,9 +297,9 @@ drop_orphans() {
 
 # --- The job in Slurm ---
 
-ANSWER_SECONDS=300   # longest wait for an answer of Slurm's controller, which may be moving to another machine, s
-ANSWER_PAUSE=5       # pause between two tries, s
-LEAVE_SECONDS=60     # time that a requeue takes at most, s
+ANSWER_SECONDS=300   # longest wait, in seconds, for Slurm's controller, which may be moving to another machine
+ANSWER_PAUSE=5       # pause between two tries, in seconds
+LEAVE_SECONDS=60     # time that a requeue takes at most, in seconds
 
 state() { squeue --noheader --jobs="$ME" --format=%T 2>/dev/null | head -n 1; }
 
@@ -360,7 +360,7 @@ allocated() {
         'NF == 2 && (g == "+" || index($1, g)) {print $2}' | paste -sd,)"
 }
 
-PROBE_SECONDS=60     # longest wait for the nodes to start a process, s
+PROBE_SECONDS=60     # longest wait for the nodes to start a process, in seconds
 
 # Program of the health check of a node; its $0 is RUN. It prints "checked" and the node's name, after "!" if it does
 # not see RUN, or after "?" if it cannot write to /dev/shm or /tmp or if its GPUs have errors.
@@ -371,13 +371,13 @@ CHECK='
         rm -f "$file"
     done
     if type -P nvidia-smi > /dev/null; then
-        # Where the driver is loaded anew for each program, that takes 30 s with eight GPUs.
+        # Where the driver is loaded anew for each program, nvidia-smi takes 30 s with eight GPUs.
         counts=$(timeout 45 nvidia-smi --format=csv,noheader \
             --query-gpu=ecc.errors.uncorrected.volatile.total,remapped_rows.failure)
         case $? in
             0) ! grep -qE "(^|, )(Yes|[1-9][0-9]*)(,|$)" <<< "$counts" || mark=? ;;
-            10 | 15) mark=? ;;                 # no interrupts, a GPU fallen off the bus
-            18) mark=? ;;                      # another driver than its library
+            10 | 15) mark=? ;;                 # interrupts are missing, or a GPU has fallen off the bus
+            18) mark=? ;;                      # the driver has another version than its library
             # An unknown error of a GPU. NVML also gives one if this step may not open the driver.
             255) [[ $counts = *"initialize NVML"* ]] || mark=? ;;
             124) mark=? ;;                     # a hang
@@ -430,7 +430,7 @@ place() {
 }
 
 # Exclude the nodes in SICK from the job's next start, and no longer exclude those that this function excluded
-# before. Slurm allows that once the job is pending again.
+# before. Slurm allows such changes once the job is pending again.
 exclude_sick() {
     # before, added: by component, the nodes that this function excluded before, and those that it excludes now.
     local job=$ME group name excluded kept before=() added=() lists=() note=$RUN/slurm/excluded-$ME

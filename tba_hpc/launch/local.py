@@ -50,7 +50,7 @@ RANKS_CHECK_SECONDS = 0.25
 """Pause between two checks of the processes and the metrics, in seconds."""
 
 SEARCHERS_END_SECONDS = 60.0
-"""Seconds that searchers may run after the last trainer has ended, in a run without MPI."""
+"""Seconds that searchers may still run after the last trainer has ended, in a run without MPI."""
 
 RANKS_KILLED_SECONDS = 120.0
 """Seconds in which a killed process must disappear. Freeing hundreds of gigabytes takes a while."""
@@ -105,8 +105,8 @@ def find_mpiexec(path: str | None = None, environment: Mapping[str, str] = os.en
     """Return the path of the mpiexec that belongs to the MPI library of the ranks.
 
     It is the mpiexec beside this Python interpreter, or beside the library that ``environment`` names
-    (``mpi_library.VARIABLE``). If that does not exist, it is the first mpiexec on ``path``; None means PATH.
-    Raises LaunchError if there is none.
+    (``mpi_library.VARIABLE``). If there is none beside it, the first mpiexec on ``path`` is returned; None
+    means PATH. Raises LaunchError if there is no mpiexec at all.
     """
     library = environment.get(mpi_library.VARIABLE)
     beside = Path(sys.executable).parent / "mpiexec" if library is None else mpi_library.mpiexec_of(library)
@@ -143,8 +143,8 @@ def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[s
     """Return the environment of ranks on this machine.
 
     memory: folder for MPI's files. base: variables that are passed on. They override the defaults set here,
-    such as OMP_NUM_THREADS. Variables that choose MPI's transports are not passed on, since a cluster's
-    environment modules set them for its network.
+    such as OMP_NUM_THREADS, but not the variables that choose Open MPI's transports: a cluster's environment
+    modules set these for its network.
     """
     ours = {
         **dict.fromkeys(FILES_OF_MPI, str(memory)),
@@ -160,8 +160,8 @@ def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[s
 def _user(home: str) -> dict[str, str]:
     """Return this user's name and home folder as environment variables; Open MPI and torch need them.
 
-    home: home folder of a user whom the system does not list, as in containers. Such a user's name is the
-    user id.
+    home: value of HOME for a user whom the system does not list, as in containers. The name of such a user is
+    the user id.
     """
     try:
         found = pwd.getpwuid(os.getuid())
@@ -171,9 +171,9 @@ def _user(home: str) -> dict[str, str]:
 
 
 def refuse_little_memory(ranks: int) -> None:
-    """Raise LaunchError if shared memory is too full for so many MPI ranks.
+    """Raise LaunchError if shared memory is too full for this number of MPI ranks.
 
-    MPI itself would report this too, but in the middle of its log.
+    MPI itself would report the lack, too, but in the middle of its log.
     """
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else math.inf
     if free < ranks * RANK_MEMORY:
@@ -291,9 +291,9 @@ class Ranks:
     def poll(self) -> int | None:
         """Return the exit status of the run, or None while it continues.
 
-        The run ends if a trainer fails, or if all searchers have failed. After a stop request, failed
-        searchers do not end it: those that were still starting end at once, but the trainer must still write
-        a checkpoint.
+        The run ends once all ranks have ended, SEARCHERS_END_SECONDS after the last trainer, if a trainer
+        fails, or if all searchers fail. After a stop request, failed searchers do not end the run: those that
+        were still starting end at once, but the trainer must still write a checkpoint.
         """
         codes = [child.code for child in self.trainers]
         self.failed = next((child for child in self.trainers if child.code), None) or self._searchers_lost()
@@ -308,7 +308,7 @@ class Ranks:
     def close_ports(self) -> bool:
         """Close mpiexec's ports to other machines; return whether all ranks are connected to mpiexec.
 
-        Once they are, its ports are also closed to this machine.
+        Once all are connected, the ports are closed to this machine, too.
         """
         mpiexec, complete = self.trainers[0].process.pid, False
         with suppress(psutil.NoSuchProcess):
@@ -319,7 +319,7 @@ class Ranks:
         return complete
 
     def _searchers_lost(self) -> Child | None:
-        """Return the first searcher if all have failed and the run was not asked to stop; otherwise None."""
+        """Return the first searcher if all searchers have failed without a stop request; otherwise None."""
         lost = self.searchers and not self.stopping and all(child.code for child in self.searchers)
         return self.searchers[0] if lost else None
 
@@ -327,7 +327,7 @@ class Ranks:
 def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = None) -> dict[str, list[str]]:
     """Return the command of each process that the launcher starts for a run, by the name of the process.
 
-    With MPI, mpiexec is the only one, and the first of its ranks are the trainers. program: command that
+    With MPI, mpiexec is the only process, and the first of its ranks are the trainers. program: command that
     replaces ``python -m tba_hpc``, or None. Raises LaunchError if mpiexec is missing or not Open MPI's.
     """
     trainers, searchers = config.launch.trainers, config.launch.searchers
@@ -382,8 +382,8 @@ def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path,
 class Signals:
     """Requests of the user or Slurm that came as signals.
 
-    stop: end the run at its next safe point. kill: end it at once. preempted: the last signal was SIGUSR1 or
-    SIGTERM, in a Slurm job, where it means that the job is preempted or out of time.
+    stop: whether to end the run at its next safe point. kill: whether to end it at once. preempted: whether
+    the last signal was SIGUSR1 or SIGTERM in a Slurm job, which is then preempted or out of time.
     """
 
     stop: bool = False
@@ -391,7 +391,7 @@ class Signals:
     preempted: bool = False
 
     def take(self, number: int, _: FrameType | None) -> None:
-        """Handle signal ``number``: the first one asks to stop, and a SIGINT after that to kill."""
+        """Handle signal ``number``: the first signal asks to stop, and a later SIGINT asks to kill."""
         self.kill = self.kill or (self.stop and number == signal.SIGINT)
         self.preempted = "SLURM_JOB_ID" in os.environ and number in (signal.SIGUSR1, signal.SIGTERM)
         self.stop = True
@@ -418,9 +418,9 @@ def launch(
 ) -> int:
     """Run all ranks until the run ends; return its exit status, one of ``Exit``, or 130 if it was killed.
 
-    If ranks fail, all are restarted, as long as each start reaches a later optimizer step than all before.
-    Only the main thread may call this. program: as for ``commands``. Raises LaunchError if the run cannot be
-    started.
+    If ranks fail, all ranks are restarted, as long as each start reaches a later optimizer step than the one
+    before. Only the main thread may call this. program: as for ``commands``. Raises LaunchError if the run
+    cannot be started.
     """
     console = console or Terminal()
     processes = commands(run, config, program=program)
@@ -479,7 +479,7 @@ def _attempt(
 
 
 class LaunchDisplay(LiveDisplay):
-    """Live display of a launcher. Its errors do not end the run: the first one is printed."""
+    """Live display of a launcher. Errors of the display do not end the run; the first one is printed."""
 
     def refresh(self) -> None:
         """Refresh the display."""
@@ -502,7 +502,7 @@ def _say(console: Console, text: str, style: str = "") -> None:
 
 
 def _once_possible(run: RunDir, config: Config, asked: Signals, do: Callable[[], Result]) -> Result:
-    """Return the result of ``do``, which uses the run's folder; retry as long as it raises OSError.
+    """Call ``do``, which uses the run's folder, until it raises no OSError; return its result.
 
     Raises LaunchError after ``launch.disk_seconds``, or once the user has asked to kill the run.
     """
@@ -529,7 +529,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config, *, oom_kills: int) -> int:
     """Print why the ranks ended with status ``code``; return the exit status of the run.
 
-    oom_kills: number of processes of this control group killed for lack of memory meanwhile.
+    oom_kills: number of processes of this control group that were killed for lack of memory in this attempt.
     """
     refused = refusal(logs)
     text = refused or first_note(logs, "failed") or failure(logs, world, code, config.launch.trainers)
@@ -545,7 +545,7 @@ def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config, *
     if refused:
         log_event(run, "refused", sentence=refused)
         return Exit.REFUSED
-    # A rank may end with the status of a refusal without having refused anything.
+    # A rank may end with the status of a refusal although it has refused nothing.
     code = Exit.FAILED if code in (Exit.DONE, Exit.REFUSED) else code
     log_event(run, "failed", code=code)
     return code
@@ -574,9 +574,9 @@ def _watch(run: RunDir, world: Ranks, asked: Signals, display: LiveDisplay) -> i
 
 
 def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:
-    """Describe a failure of which no rank left a note: the rank, how it ended, and the end of its log.
+    """Describe a failure about which no rank left a note: the rank, how it ended, and the end of its log.
 
-    logs: folder with the logs. code: exit status. trainers: number of trainer ranks.
+    logs: folder with the logs. code: exit status of the ranks. trainers: number of trainer ranks.
     """
     name = _failed_rank(log_file(logs, MPIEXEC), trainers) or (world.failed.name if world.failed else MPIEXEC)
     how = f"failed with exit status {code}"

@@ -1,7 +1,7 @@
-"""Chooses the MPI library that ranks load: pip's, the cluster's, or a given file; describes a loaded library.
+"""Chooses the MPI library that ranks load: pip's, the cluster's, or a given file. Describes a loaded library.
 
-mpi4py loads the library when mpi4py is imported, and an environment variable tells it which. The variable
-must be set before Python starts.
+mpi4py loads an MPI library as soon as it is imported. An environment variable says which one, and must be set
+before Python starts.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Library:
     """An MPI library.
 
     version: name and version, as the library reports them. path: its file, or "" if unknown. own: whether pip
-    has installed it in this Python environment. pmix: whether the process has also loaded PMIx, with which
-    ranks find each other under srun.
+    has installed it in this Python environment. pmix: whether PMIx, with which ranks find each other under
+    srun, was loaded as well.
     """
 
     version: str
@@ -63,7 +63,7 @@ class Library:
 
     @property
     def plugin(self) -> str:
-        """Value of ``srun --mpi`` that fits the library; empty for an MPICH with PMIx, as several may fit."""
+        """Value of ``srun --mpi`` that fits the library; "" for an MPICH with PMIx, which several may fit."""
         if "Open MPI" in self.version:
             return "pmix"
         if self.pmix:

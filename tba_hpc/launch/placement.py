@@ -42,14 +42,15 @@ class Placement:
     def join(cls, config: Config, role: Role, index: int | None) -> Placement:
         """Join the MPI world and return this rank's placement in it.
 
-        A run over files has no MPI world. In that case the index is ``index``, or what srun's variables say
-        if that is None. Raises ConfigError if srun gives no index, and ExchangeError if ranks are missing.
+        A run over files has no MPI world. Its ranks have the number ``index``, or if that is None, the number
+        that srun's variables give. Raises ConfigError without such a number, and ExchangeError if ranks are
+        missing.
         """
         gpus = config.generator.tensor_parallel if role == "searcher" else 1
         if not config.one_world:
             if index is None:
                 return cls._of_step(config, role, gpus)
-            trainers = 0 if role == "trainer" else config.launch.trainers  # these have the first GPUs
+            trainers = 0 if role == "trainer" else config.launch.trainers  # trainers have the first GPUs
             return cls(index, trainers + index * gpus, gpus, None)
         from tba_hpc.exchange.mpi_world import MpiWorld
 
@@ -118,8 +119,8 @@ class Placement:
             visible = visible if visible != [""] else [*map(str, range(count))]
             mine = [visible[(self.first_gpu + number) % count] for number in range(self.gpus)]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-            # CUDA reads the variable once, when it starts. A GPU-aware MPI may have started it before; then
-            # this process uses the first GPU, whatever the variable says.
+            # CUDA reads the variable once, when it starts. If a GPU-aware MPI has started CUDA before, this
+            # process uses the first GPU, whatever the variable says.
             if self.first_gpu % count and torch._C._cuda_getDeviceCount() != self.gpus:
                 raise ConfigError(
                     f"this rank should use only GPU {','.join(mine)}, but CUDA has already opened all "

@@ -1,4 +1,4 @@
-"""Plan of a Slurm job: how many of its nodes and ranks train, and how many search. Also the site files.
+"""Plans a Slurm job: how many of its nodes and ranks train, and how many search. Reads site files.
 
 A site file describes a Slurm cluster in YAML. ``sbatch.py`` turns a Plan into a batch script. This module
 neither calls Slurm nor writes files.
@@ -26,7 +26,7 @@ Form = Literal["het", "homogeneous"]
 Runtime = Literal["apptainer", "singularity", "podman-hpc", "shifter", "pyxis", "plain"]
 
 COUNTED = re.compile(r"--(gres|gpus)\b|-G\b")
-"""Pattern of options that request GPUs, 1 if they name no number."""
+"""Pattern of options that request a number of GPUs. If they name no number, they request one GPU."""
 
 NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 """Pattern of ``$NAME`` and ``${NAME}``. ``${NAME:-default}`` does not match, since NAME may be unset."""
@@ -47,8 +47,8 @@ EARLY_SIGNAL_SECONDS = 60
 class Container(Section):
     """Container in which all programs of this project run, for clusters without a suitable environment.
 
-    These are the ranks, and the commands ``tba`` in the batch script. The batch script itself, ``scontrol``,
-    ``squeue`` and ``srun`` run outside. ``$NAME`` in a value is expanded on the first node.
+    Its programs are the ranks, and the commands ``tba`` in the batch script. The batch script itself,
+    ``scontrol``, ``squeue`` and ``srun`` run outside. ``$NAME`` in a value is expanded on the first node.
     """
 
     runtime: Runtime = "apptainer"
@@ -162,7 +162,8 @@ class Site(Section):
     """Environment variables of the job. ``$NAME`` in a value is expanded on the first node, where the
     variable must be set. Write ``${NAME:-}`` if it may be unset."""
     relaunches: int = Field(3, ge=0)
-    """Restarts in a row without a sealed shard after which the job gives up."""
+    """Number of restarts in a row, with neither a shard nor a checkpoint sealed between them, after which the
+    job gives up."""
     trainer: ComponentSite = ComponentSite()
     """Requests for trainer nodes, or for all nodes if one allocation holds both roles."""
     searcher: ComponentSite = ComponentSite()
@@ -175,7 +176,7 @@ class Site(Section):
 
     @property
     def python(self) -> list[str]:
-        """Command of the Python that jobs use: that of the site's venv or container, else of this process."""
+        """Command of the Python that jobs use: the site's venv's or container's, else this process's own."""
         return [sys.executable] if self.venv is None and self.container is None else ["python"]
 
     @property
@@ -199,7 +200,7 @@ class Site(Section):
 
     @property
     def unused(self) -> list[str]:
-        """Site keys of searcher nodes without effect if both roles share an allocation: ``searcher.qos``."""
+        """Requests for searcher nodes that a shared allocation ignores, such as ``searcher.qos=high``."""
         names = ComponentSite.model_fields
         ours = {name: getattr(self.trainer, name) or getattr(self, name) for name in names}
         theirs = self.searcher.model_dump(exclude_none=True)
@@ -257,9 +258,9 @@ def load_site(path: Path, options: Sequence[str] = (), **keys: object) -> Site:
     """Read a site file, or a shipped site by its name. ``keys`` override the values of the file.
 
     options: further options of sbatch, which override the file and ``keys``. They are added to the site key
-    sbatch_options. But options named by REQUESTS set their own site keys, even if they stand in
-    sbatch_options, so that checks see what the job requests. Raises ConfigError if the file is missing or a
-    value is wrong.
+    sbatch_options. Options of REQUESTS instead set the site keys of their names, even if the file has them
+    under sbatch_options, so that checks see what the job requests. Raises ConfigError if the file is missing
+    or a value is wrong.
     """
     tree = read_tree(path, "sites")
     try:
@@ -267,7 +268,7 @@ def load_site(path: Path, options: Sequence[str] = (), **keys: object) -> Site:
         given = site.sbatch_options
         changed = {**tree, **requested(given), **keys, **requested(options)}
         changed["sbatch_options"] = [*(option for option in given if not requested([option])), *options]
-        # Like any option of sbatch, these hold for both roles.
+        # Like any option of sbatch, those that set site keys hold for both roles.
         both = dict.fromkeys(requested([*given, *options]).keys() & ComponentSite.model_fields.keys())
         for role in ("trainer", "searcher"):
             changed[role] = getattr(site, role).model_copy(update=both)
@@ -298,7 +299,7 @@ def _is_limit(time: str) -> bool:
 def slurm_seconds(time: str) -> float:
     """Convert a time limit of Slurm to seconds; infinity if it is not a number, such as ``UNLIMITED``.
 
-    time: minutes ``M``, or ``M:S``, ``H:M:S``, ``D-H[:M[:S]]``.
+    time: text of the form ``M`` (minutes), ``M:S``, ``H:M:S`` or ``D-H[:M[:S]]``.
     """
     if not time[:1].isdigit():
         return math.inf
@@ -314,8 +315,9 @@ def slurm_seconds(time: str) -> float:
 class Component:
     """Nodes and ranks of one role in a job.
 
-    ranks_per_node: maximum number of ranks on a node. cpus_per_rank: CPU cores. exclude: nodes that this
-    component of a het job must not get, for ``sbatch --exclude``; "" for none (``component_nodes.py``).
+    ranks_per_node: maximum number of ranks on a node. cpus_per_rank: number of CPU cores of each rank.
+    exclude: nodes that this component of a het job must not get (``component_nodes.py``), as the value of
+    ``sbatch --exclude``; "" for none.
     """
 
     role: Role
@@ -332,7 +334,7 @@ class Plan:
 
     nodes: number of all nodes. why: a description of the split, for the user. first: role of component 0 of a
     het job, whose nodes come first by name (``component_nodes.py``). remarks: empty, or a sentence on how
-    many GPUs stay idle, and why. On a cluster without GPUs it counts ranks.
+    many GPUs (on a cluster without GPUs: ranks) stay idle, and why.
     """
 
     form: Form
@@ -414,7 +416,7 @@ def plan(
 def _trainers(config: Config, site: Site, nodes: int, units: int) -> Component:
     """Return the trainers' component, with as many ranks as can share the prompts of a step equally.
 
-    Raises ConfigError if these are fewer than the nodes. units: those of a node, as ``_units`` returns them.
+    Raises ConfigError if the ranks are fewer than the nodes. units: number of units of a node (``_units``).
     """
     ranks = _divisor(config, nodes * units)
     if ranks < nodes:
@@ -427,7 +429,7 @@ def _trainers(config: Config, site: Site, nodes: int, units: int) -> Component:
 
 
 def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, units: int, engine: int) -> Plan:
-    """Split a single node between both roles; one GPU in four trains.
+    """Split a single node between both roles; at most one GPU in four trains, but at least one.
 
     units, engine: as ``_units`` returns them. Raises ConfigError if the node is too small or
     ``trainer_nodes`` is not None.
@@ -457,9 +459,9 @@ def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, units:
 
 
 def _explained(split: Plan, site: Site, *, idle: int, because: str) -> Plan:
-    """Return a plan with its ranks, idle GPUs or ranks, and ignored requests added to its description.
+    """Return the plan with a longer description: its ranks, its idle units, and the requests it ignores.
 
-    idle: number of units (see ``_units``) that stay idle. because: the reason.
+    idle: number of units (see ``_units``) that stay idle. because: the reason why they do.
     """
     words = [f"{split.why}: {count(split.trainer.ranks, 'trainer rank')}"]
     words[0] += f", {count(split.searcher.ranks, 'searcher')}" if split.searcher.ranks else ""

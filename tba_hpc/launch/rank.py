@@ -1,4 +1,4 @@
-"""Placement, log, GPUs, stop flag and notes about errors of a process that runs as a rank.
+"""Sets up a process as a rank: placement, log, GPUs, stop flag, and notes about errors.
 
 A note is a file with one sentence, from which the launcher learns why a rank has ended (``run/notes.py``).
 """
@@ -66,7 +66,7 @@ def as_rank(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config
 def noting(run: RunDir, role: Role, index: int | None) -> AbstractContextManager[None]:
     """Return a context manager that leaves a note about an error of its block, if there is a launcher.
 
-    It is for the time before a rank knows its index. If ``index`` is None, the note names rank 0.
+    It is used before a rank knows its index. If ``index`` is None, the note names rank 0.
     """
     started = ATTEMPT in os.environ
     return explained(partial(write_note, run, role, index or 0)) if started else nullcontext()
@@ -74,9 +74,9 @@ def noting(run: RunDir, role: Role, index: int | None) -> AbstractContextManager
 
 @contextmanager
 def stoppable() -> Iterator[StopFlag]:
-    """Provide a StopFlag, which a signal to stop sets; for all ranks but the leading trainer.
+    """Provide a StopFlag, which signals set. Every rank but the leading trainer runs its loop in this block.
 
-    After that signal, an ExchangeError is not raised: the ranks that do not answer were stopped, too.
+    After a signal to stop, an ExchangeError ends the block quietly: ranks that do not answer have stopped.
     """
     end_imports()
     with StopFlag() as stop:
@@ -128,8 +128,8 @@ def explained(note: Callable[[str, Kind], None] | None = None) -> Iterator[None]
     """Run the block; turn an error of REFUSALS or FAILURES into a sentence, and raise SystemExit.
 
     The exit status is Exit.REFUSED or Exit.FAILED. note: function that passes the sentence and its kind to
-    the launcher, which decides whether to restart the ranks. None prints the sentence, for a process that is
-    no rank of the run.
+    the launcher, which decides whether to restart the ranks; None, for a process that is no rank of the run,
+    prints the sentence.
     """
     try:
         yield

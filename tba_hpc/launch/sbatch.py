@@ -43,9 +43,9 @@ class Job:
     """A run as a Slurm job.
 
     run: absolute path of the run directory. after: id of the job that must end before this one starts, or
-    None. chained: whether ``after`` is a job of the same run. supervisor: path of the shell library, as
-    SUPERVISOR. code: folder with the ``tba_hpc`` package that the job uses (``snapshot.py``), or None for the
-    package of its Python. rank, tba: commands, as RANK and TBA.
+    None. chained: whether ``after`` is a job of the same run. supervisor: path of the shell library (see
+    SUPERVISOR). code: folder with the ``tba_hpc`` package that the job uses (``snapshot.py``), or None for
+    the package of its Python. rank, tba: commands of a rank and of ``tba`` (see RANK and TBA).
     """
 
     name: str
@@ -180,7 +180,7 @@ def _signal(site: Site) -> str:
 
 
 def _options(component: Component, site: Site, own: ComponentSite) -> list[str]:
-    """List the sbatch options that a component does not inherit. own: its part of the site file."""
+    """List the sbatch options of one component. own: the component's part of the site file."""
     values = {
         "--partition": own.partition or site.partition,
         "--account": site.account,
@@ -192,8 +192,7 @@ def _options(component: Component, site: Site, own: ComponentSite) -> list[str]:
     }
     options = [f"{key}={value}" for key, value in values.items() if value is not None]
     options += [*site.memory_option(own), *site.gpu_option(own), *(["--exclusive"] if site.exclusive else [])]
-    # sbatch obeys only the last --exclude. This one is the last, and includes the nodes that the site
-    # excludes.
+    # sbatch obeys only the last --exclude, which is this one. It includes the nodes that the site excludes.
     leave = [f"--exclude={component.exclude}"] if component.exclude else []
     return [*options, *site.sbatch_options, *leave]
 
@@ -256,7 +255,7 @@ def _surroundings(job: Job, plan: Plan, site: Site) -> str:
 
 
 def _needs(key: str, site: Site) -> list[str]:
-    """Return a line that ends the job if a variable in a site key's value is unset; [] for no variable."""
+    """Return a line that ends the job if a variable in the site key ``key`` is unset; [] if it has none."""
     names = site.variables.get(key)
     return [f"needs {key} {' '.join(names)}"] if names else []
 
@@ -274,7 +273,7 @@ def _tba(job: Job, site: Site) -> str:
 
 
 def _step_memory(site: Site) -> str:
-    # A step on a lost node keeps its memory allocated. With --mem=0 the next step does not wait for it.
+    # A step on a lost node keeps its memory allocated. With --mem=0 the next step does not wait for memory.
     return " --mem=0" if any(map(site.memory_option, (site.trainer, site.searcher))) else ""
 
 

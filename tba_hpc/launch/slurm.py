@@ -61,7 +61,7 @@ NEVER = (
 """Words in Slurm's error message for a request that will fail again, however long the user waits."""
 
 UNANSWERED = ("timed out", "zero bytes were transmitted", "unexpected message")
-"""Words in Slurm's error message if it may have accepted a job, but its answer was lost."""
+"""Words in Slurm's error message if Slurm may have accepted a job, but its answer was lost."""
 
 JOB_IDS = (r"Submitted batch job (\d+)", r"^\s*(\d+)(?:;\S+)?\s*$", r"(?i)\bjob (\d+)")
 """Patterns of how sbatch names a submitted job; the first that matches counts. The sbatch of some sites
@@ -75,8 +75,8 @@ YOURS = {
     "SBATCH_RESERVATION": "--reservation",
     "SBATCH_CLUSTERS": "--clusters",
 }
-"""Environment variables with the user's defaults for options of sbatch. They would override the script, so
-each is passed on only if the script does not set its option."""
+"""Environment variables with the user's defaults for options of sbatch, by which they override the script.
+Each is therefore passed on only if the script does not set its option."""
 
 WHICH_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK", "SLURM_MPI_TYPE")
 """Prefixes of variables that select the Slurm installation and the defaults of its srun."""
@@ -171,7 +171,7 @@ def refusal(message: str, *, test_only: bool = False) -> str:
 def foreign(script: str, environment: Mapping[str, str]) -> list[str]:
     """List the names of environment variables that must not reach a job.
 
-    They would override options of the script or confuse the job's steps, such as the variables of an
+    Such variables would override options of the script or confuse the job's steps. Among them are those of an
     allocation in which the user's shell runs.
     """
     said = re.findall(r"^#SBATCH (--[\w-]+)", script, re.MULTILINE)
@@ -186,7 +186,7 @@ def foreign(script: str, environment: Mapping[str, str]) -> list[str]:
 
 
 def would_take(script: str) -> str:
-    """Return Slurm's words on when and where a batch script would start, without submitting it.
+    """Return Slurm's words on when and where a batch script would start. Submits nothing.
 
     Raises SubmitError if Slurm would refuse the script.
     """

@@ -25,8 +25,8 @@ def place(run: Path) -> Path:
 def take(run: Path, job: str = "") -> Path:
     """Return the folder of a copy of the package, for ``PYTHONPATH``. Makes the copy if it does not exist.
 
-    run: run directory. job: id of the Slurm job that calls this, or "". Every start of a job gets the copy
-    that was made at its first start. With "" the copy is of the package as it is now.
+    run: run directory. job: id of the Slurm job that calls this, or "". All starts of a job get the copy that
+    was made at the first one. With "" the copy is of the package as it is now.
     """
     note = run / "code" / f"job-{job}"
     if job and note.exists() and (run / "code" / note.read_text()).is_dir():
@@ -40,10 +40,10 @@ def take(run: Path, job: str = "") -> Path:
 
 
 def _copy(folder: Path) -> None:
-    """Copy the package into a temporary folder, and rename that. The first of several processes wins."""
+    """Copy the package to ``folder`` by way of a temporary folder. The first of several processes wins."""
     part = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(folder, ignore_errors=True)  # an incomplete copy from a machine that crashed
-    # Not with the old timestamps, by which a cluster may soon delete files from its scratch file system.
+    # Timestamps are not copied: by old ones a cluster may soon delete files from its scratch file system.
     shutil.copytree(PACKAGE, part / PACKAGE.name, ignore=LEFT_OUT, copy_function=shutil.copy)
     try:
         part.rename(folder)

@@ -1,8 +1,7 @@
 """Ends a run: ``tba stop`` after a checkpoint, ``tba cancel`` at once.
 
 The run may be a process on this machine or a Slurm job. For a job, ``stop`` writes the file
-``RUN/slurm/stop``. From this file the job's script learns that it must end rather than requeue
-(``supervise.py``).
+``RUN/slurm/stop``, which tells the job's script to end rather than requeue (``supervise.py``).
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ LAUNCHER_KILLED_SECONDS = 10.0
 """Seconds in which a killed process must disappear."""
 
 STOP_CHECK_SECONDS = 0.25
-"""Pause before the second check whether the run has ended, in seconds. Later pauses double, up to
-JOB_CHECK_SECONDS."""
+"""First pause between two checks of whether the run has ended, in seconds. Each later pause is twice as
+long, up to JOB_CHECK_SECONDS."""
 
 
 def stop(run: RunDir) -> str:
@@ -103,7 +102,7 @@ def await_end(run: RunDir, *, seconds: float) -> str:
 
 
 def at_work(run: RunDir) -> Owner | ActiveJob | None:
-    """Return what is at work on the run, a process on this machine or a Slurm job; None for nothing.
+    """Return the process on this machine or the Slurm job that is at work on the run; None for neither.
 
     Raises LaunchError for a process on another machine, or if Slurm does not answer.
     """
@@ -146,7 +145,7 @@ def _stop_job(run: RunDir, job: ActiveJob) -> str:
 
 
 def _staying(run: RunDir) -> str:
-    """Return a clause on the elastic searchers, which keep their nodes, and how to end them; "" for none."""
+    """Return a clause on elastic searchers that keep their nodes, and on how to end them; "" for none."""
     names = {file.stem for file in run.owners.glob("searcher-*.*")}
     there = [claim.owner for claim in holders(run, names).values() if claim.owner.elastic]
     jobs = sorted({owner.job for owner in there if owner.job}, key=lambda job: [*map(int, job.split("_"))])
@@ -169,7 +168,7 @@ def _refuse_stranger(run: RunDir, owner: Owner) -> None:
     name any process of this user, which must not be signalled.
     """
     with suppress(psutil.NoSuchProcess):
-        is_ours = os.getuid() in (0, psutil.Process(owner.pid).uids().real)  # no others can be signalled
+        is_ours = os.getuid() in (0, psutil.Process(owner.pid).uids().real)  # this user can signal no others
         if is_ours and not keeps_open(run, owner.pid):
             raise LaunchError(
                 f"{owner} does not seem to be at work on {run.path}, although a file there says so: look at "
@@ -190,7 +189,7 @@ def _signal(owner: Owner, number: signal.Signals) -> None:
 def _end(run: RunDir, owner: Owner) -> None:
     """Make a launcher on this machine kill its ranks, as two Ctrl-C do. If that fails, kill the launcher.
 
-    Its ranks then end, too (``die_with``). Raises LaunchError if the launcher still does not end.
+    The ranks of a killed launcher end, too (``die_with``). Raises LaunchError if it still does not end.
     """
     if _ends_after_signal(run, owner, signal.SIGINT, LAUNCHER_END_SECONDS):
         return

@@ -1,11 +1,12 @@
 """Decides what a batch script does next: ``job_supervisor.sh`` calls ``tba supervise STAGE RUN KEY=VALUE …``.
 
 The command may run in a container that lacks Slurm's commands. It therefore knows only the files of the run
-and what the script passes as KEY=VALUE. Each stage of a job has a function here. It returns what the script
-does next, with arguments: ``go`` (start the ranks), ``look`` (check the nodes once more), ``again`` (restart
-the ranks), ``queue`` (send the job back to the queue) or ``exit``.
+and what the script passes as KEY=VALUE. Each stage of a job has a function here, which returns what the
+script does next, with arguments: ``go`` (start the ranks), ``look`` (check the nodes once more), ``again``
+(restart the ranks), ``queue`` (send the job back to the queue) or ``exit``.
 
-The module is light to import, since it runs often: only the stages ``begin`` and ``start`` import the config.
+The module is light to import, since it runs often. Only the stages ``begin`` and ``start``, and ``leave`` if
+it writes a report, import the config.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from tba_hpc.run.files import is_disk_full, listing, publish, write_atomic
 from tba_hpc.run.notes import AT_WORK_FILE, Exit, disk_full, refusal
 
 FIRST_ELASTIC = 5000
-"""Number of the first elastic searcher. A copy of the one in ``config``, which takes long to import."""
+"""Number of the first elastic searcher, copied from ``config``, which takes long to import."""
 
 LONG_SECONDS = 300
 """Seconds after which a failure of elastic searchers counts as the first in a row, whatever came before."""
 
 NEAR_END_SECONDS = 120
-"""Seconds that tell why a job was asked to stop. If the time left was less than these plus the time for a
-checkpoint, the job's time limit was near. Otherwise it was preempted. Slurm may ask up to 60 s early."""
+"""Margin, in seconds, for telling why a job was asked to stop. If less time was left than the time for a
+checkpoint plus this margin, its time limit was near. Otherwise it was preempted. Slurm may ask 60 s early."""
 
 SCRIPT_SECONDS = 270
-"""Time for a checkpoint in the scripts in slurm/, in seconds. Whatever the site says, these are asked to stop
-300 s before the end, and 30 s of that are for the requeue."""
+"""Time for a checkpoint in jobs of the scripts in slurm/, in seconds. Whatever the site says, such a job is
+asked to stop 300 s before its end, and the last 30 s are for the requeue."""
 
 TOO_SLOW = (
     "see the job's log, give it more time (--time, site key time) or, if its nodes were rejected, other "
@@ -50,7 +51,7 @@ TOO_EARLY = (
     "Slurm's notice before the end: raise the limit (--time, site key time), or shorten the notice (site key "
     "signal_seconds; in a script by hand also #SBATCH --signal=B:USR1@SECONDS)"
 )
-"""Remedy for such allocations if the last one was asked to stop near its end."""
+"""Remedy instead of TOO_SLOW if the last allocation was asked to stop near its end."""
 
 READ: dict[str, Callable[[str], object]] = {
     "int": int,
@@ -69,21 +70,21 @@ class JobState:
     code: int = 0
     """Exit status of the ranks that have just ended."""
     seconds: int = 0
-    """Time for which these ranks ran, in seconds."""
+    """Time for which the ranks ran, in seconds."""
     failures: int = 0
-    """Failures in a row before these ranks."""
+    """Number of failures in a row, without the end of the ranks that ``code`` tells of."""
     stop: bool = False
     """True if the job was asked to stop."""
     ending: bool = False
     """True if Slurm is ending the job."""
     relaunches: int = 3
-    """Restarts in a row without a sealed shard after which the job gives up."""
+    """Value of the site key of this name: number of failures in a row after which ranks still restart."""
     chained: bool = False
     """True if the job follows another job of a chain."""
     save_seconds: int = 0
     """Time that the ranks get for a checkpoint once they are asked to stop, in seconds."""
     requeue: str = "yes"
-    """Permission of the job to requeue itself: "yes" or "no"."""
+    """Whether the job may requeue itself: "yes" or "no"."""
     het: bool = False
     """True for a het job, in which each component has one role."""
     nodes: int = 0
@@ -100,7 +101,7 @@ class JobState:
     last_look: bool = False
     """True if the nodes have been checked for the second and last time."""
     array_job: str = ""
-    """Id of a job of elastic searchers within its array."""
+    """Id of a job of elastic searchers: that of its array, with its number there, such as 12_3."""
     trainers: int = 0
     """Number of trainer ranks."""
     searchers: int = 0
@@ -236,16 +237,17 @@ def _unfit(why: str) -> str:
 
 
 def _het(job: JobState, missing: Sequence[str]) -> str:
-    """Start the ranks of a het job; or return ``queue`` if a node is missing, or in both components.
+    """Begin an attempt of a het job, and return ``go`` as ``start`` does.
 
-    Also returns ``queue`` if the nodes, component 0 first, are not in Slurm's order of names.
+    Returns ``queue`` instead if a node is missing or belongs to both components, or if the nodes, component 0
+    first, are not in Slurm's order of names.
     """
     hosts = [*job.hosts, *job.others]
     if not (job.hosts and job.others):
         return _unfit("Slurm names no nodes of one component")
     if missing:
         return _unfit(f"{' '.join(missing)} cannot be used")
-    if len({*hosts}) < len(hosts):  # if Slurm restarted component 0 alone; srun starts no step then
+    if len({*hosts}) < len(hosts):  # Slurm has restarted component 0 alone, and srun starts no step
         return _unfit("its components share a node")
     if hosts == job.ascending:
         return _go(job, len(hosts), job.searchers)
@@ -258,10 +260,10 @@ def _het(job: JobState, missing: Sequence[str]) -> str:
 
 
 def _homogeneous(job: JobState, missing: Sequence[str]) -> str:
-    """Start the ranks of a job that is a single allocation, and return ``go`` as ``start`` does.
+    """Begin an attempt of a job that is a single allocation, and return ``go`` as ``start`` does.
 
-    Of the nodes that answer, the first ones train, and all others search. A job of one node does both there.
-    Without searchers, all nodes must answer, since all of them train. Returns ``queue`` if too few answer.
+    Of the nodes that answer, the first ones train, and all others search. A single node does both. Without
+    searchers, all nodes must answer, since all of them train. Returns ``queue`` if too few answer.
     """
     there = [host for host in job.hosts if host not in missing]
     if job.searchers_per_node == 0:
@@ -313,9 +315,9 @@ def ended(job: JobState) -> str:
     logs = job.run / "logs/latest"
     listing(logs)
     sentence = refusal(logs)
-    # After a request to stop, ranks have not failed in two cases. saved: they were killed after their
-    # checkpoint was complete. unheard: they did not hang, and ended before they listened to signals; the
-    # leader writes AT_WORK_FILE after that.
+    # After a request to stop, two ways to end are no failure. saved: the ranks were killed after their
+    # checkpoint was complete. unheard: they did not hang, and ended before they listened to signals. The
+    # leader writes AT_WORK_FILE once it listens.
     saved = _newer(job.run / "checkpoints", "COMPLETE", job.mark("asked"))
     unheard = job.code != 128 + signal.SIGKILL and not sentence and not (logs / AT_WORK_FILE).exists()
     if job.code == 0 or (job.stop and (saved or unheard)):
@@ -359,9 +361,10 @@ def leave(job: JobState) -> str:
 
 
 def _count_idle(job: JobState) -> tuple[int, bool]:
-    """Count the allocations in a row that sealed neither a shard nor a checkpoint.
+    """Count the allocations in a row, up to this one, that sealed neither a shard nor a checkpoint.
 
-    Those cut short by preemption do not count. Also return whether this one was asked to stop near its end.
+    Allocations cut short by preemption do not count. Returns their number, and whether this allocation was
+    asked to stop near its end.
     """
     noted = _read(job.mark("idle")).strip()
     idle = int(noted) if noted.isdecimal() else 0
@@ -402,7 +405,7 @@ def _draw(job: JobState) -> None:
 def _progress(job: JobState, mark: str) -> bool:
     """Return whether this job has sealed a checkpoint or a shard since the time of the file ``mark``.
 
-    Shards of elastic searchers do not count: these are sealed even if this job makes no progress.
+    Shards of elastic searchers do not count, since they are sealed even if this job makes no progress.
     """
     since = job.mark(mark)
     folders = (job.run / "shards").glob("searcher-*")
@@ -413,7 +416,10 @@ def _progress(job: JobState, mark: str) -> bool:
 
 
 def _newer(folder: Path, pattern: str, mark: Path) -> bool:
-    """Return whether a file below ``folder`` is newer than the file ``mark``; False if there is no mark."""
+    """Return whether a file below ``folder`` that fits ``pattern`` is newer than the file ``mark``.
+
+    False if there is no file ``mark``.
+    """
     since = mark.stat().st_mtime_ns if mark.exists() else time.time_ns()
     for file in folder.rglob(pattern):
         with suppress(FileNotFoundError):  # pruned meanwhile
