@@ -40,8 +40,8 @@ def odd_ends(
     of ``ends`` or a text of ``stop``, or completions never end. The template must also obey
     add_generation_prompt. Templates that omit answers pass.
 
-    ends: ids of the tokens at which the engine ends completions. stop: texts at which it ends them. options:
-    additional variables for the template.
+    ends: ids of the tokens at which the engine ends completions. stop: texts at which the engine ends
+    completions. options: additional variables for the template.
     """
 
     def shown(*messages: Message, ask: bool = False) -> str:

@@ -30,7 +30,7 @@ MADE_BY = {
 """Remedy for a missing local model, by a part of its path."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of a model's setting of how many experts a layer has."""
+"""Names, in a model's config.json, of the number of experts of a layer."""
 
 
 def check_files(facts: Facts) -> Iterator[Finding]:
@@ -52,7 +52,7 @@ def check_files(facts: Facts) -> Iterator[Finding]:
 
 
 def _is_hub_name(model: str, facts: Facts) -> bool:
-    """Return whether ``model`` can only be a name on the hub, of a model that is not in the cache."""
+    """Return whether ``model`` can only be a name on the hub, since there is no such path or cached copy."""
     if is_own(model) or is_local(model) or Path(model).exists():
         return False
     return find_file(model, "config.json", facts.environment) is None
@@ -83,7 +83,7 @@ def check_context_length(facts: Facts) -> Iterator[Finding]:
 
 
 def check_lora(facts: Facts) -> Iterator[Finding]:
-    """Check that the targets of a LoRA adapter are layers of the model; without targets, look for experts."""
+    """Check that the targets of a LoRA adapter are layers; without targets, warn of unadapted experts."""
     config = facts.config
     if config is None or config.model.lora is None:
         return
@@ -165,7 +165,7 @@ def check_rate(facts: Facts) -> Iterator[Finding]:
 
 
 def check_unused(facts: Facts) -> Iterator[Finding]:
-    """Warn if a new run samples, or is given, what it does not use, or if it would learn little.
+    """Warn if a new run would waste completions, ignore a key, or learn little.
 
     Four cases are found: an on-policy run that does not learn from all of its completions; a train.beta that
     the objective ignores; a KL to the weights that sampled; a policy gradient on data whose age nothing
@@ -189,7 +189,7 @@ def check_unused(facts: Facts) -> Iterator[Finding]:
 
 
 def _idle_beta(train: TrainSection) -> Iterator[Finding]:
-    """Warn if the objective has no KL term for train.beta, or only one that is 0 on fresh data."""
+    """Warn if the objective has no KL term that train.beta could weigh, or one that is 0 on fresh data."""
     objective, unscored = train.objective, isinstance(train.reference, BehaviourIsReference)
     if not objective.weighs_kl and train.beta != TrainSection().beta:
         found = f"train.beta is ignored with train.objective={objective.name}, which has no KL term"

@@ -115,7 +115,7 @@ def _check_request(site: Site, root: Path) -> Finding:
 def _seen_from_nodes(here: Sequence[Finding], there: Sequence[Finding]) -> list[Finding]:
     """Join the findings of the login node with those of a trial job's nodes.
 
-    What the nodes found about the MPI library and the file system replaces what the login node found.
+    What the nodes found about the MPI library and the file system replaces the login node's findings.
     """
     known = {finding.name for finding in there}
     joined = any(finding.name == trial.TITLE and finding.level == "ok" for finding in there)

@@ -81,8 +81,8 @@ class SlurmFacts:
     def of(cls, settings: str, partitions: str, mpi: str) -> SlurmFacts:
         """Parse the output of the three commands of ``look``.
 
-        settings: lines ``Key = value``. partitions: one line each. mpi: plugins, one per line, then lines
-        with the versions of pmix; ``--mpi`` takes either.
+        settings: lines ``Key = value``. partitions: a line for each partition. mpi: plugins, one per line,
+        then lines with the versions of pmix. ``--mpi`` takes a plugin or a version.
         """
         found = [fields(line) for line in partitions.splitlines() if line.startswith("PartitionName=")]
         lines = [line.removeprefix("srun:").strip() for line in mpi.splitlines()]
@@ -138,13 +138,13 @@ class Facts:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """Environment variables of the ranks."""
     given: Mapping[str, str] = field(default_factory=dict)
-    """Options of the command line that set site keys, by key, up to their values, such as ``--time ``."""
+    """Options of the command line that set site keys, by key, without their values, such as ``--time ``."""
     fetched_by: str = ""
     """Command that downloads the ranks' models and data."""
     beside: Path | None = None
     """Folder of the config file, with modules that the config may name."""
     seconds: float = 60.0
-    """Timeout of the check of the task, in seconds. It takes a few seconds, but longer on a busy machine."""
+    """Timeout of the check of the task, in seconds. The check takes a few, but more on a busy machine."""
 
     @property
     def alone(self) -> bool:
@@ -164,7 +164,7 @@ Check = Callable[[Facts], Iterable[Finding]]
 def run_checks(checks: Iterable[Check], facts: Facts) -> Iterator[Finding]:
     """Run the checks one after another and yield their findings.
 
-    A check's ConfigError is raised. Any other error becomes a warning that the check failed.
+    Raises a check's ConfigError. Any other error of a check becomes a warning that the check failed.
     """
     for check in checks:
         try:

@@ -72,7 +72,7 @@ def check_folder(facts: Facts) -> Iterator[Finding]:
 
 
 def _remedy_for_folder(facts: Facts, error: OSError) -> str:
-    """Return what to do if the folder of runs cannot be written: a run that exists cannot go elsewhere."""
+    """Return what to do if the folder of runs cannot be written. An existing run must stay in its folder."""
     if facts.config is None or not RunDir(facts.config.run_dir).config_file.exists():
         return "choose another folder with --run-root"
     no_space = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -81,7 +81,7 @@ def _remedy_for_folder(facts: Facts, error: OSError) -> str:
 
 
 def check_file_system(facts: Facts) -> Iterator[Finding]:
-    """Check that the folder of runs is on a file system that persists, and that all nodes see."""
+    """Check that the folder of runs is on a file system that is persistent and seen by all nodes."""
     if facts.root is None:
         return
     root, _, kind = _folder(facts.root)
@@ -104,7 +104,7 @@ def _folder(root: Path) -> tuple[Path, Path, str]:
 
 
 def _links(path: Path) -> bool:
-    """Return whether the file system of ``path`` makes hard links, and refuses them if the name exists."""
+    """Return whether the file system of ``path`` makes hard links, but refuses a name that exists."""
     other = path.with_name("link")
     try:
         os.link(path, other)
@@ -160,9 +160,9 @@ def judge_clocks(stamps: Mapping[str, float]) -> Iterator[Finding]:
 def judge_kind(root: Path, kind: str, *, shared: bool, several: bool = True, seen: bool = False) -> Finding:
     """Return the finding on whether the file system of ``root`` is persistent, and may be seen by all nodes.
 
-    shared: whether other machines must see ``root``. several: whether the job has several nodes. If both,
-    a ``root`` in the memory of one machine is a problem, not only a warning. seen: whether a node is known to
-    see ``root``, so that a local file system must be exported to it.
+    shared: whether other machines must see ``root``. several: whether the job has several nodes. If both are
+    true, a ``root`` in the memory of one machine is a problem, not only a warning. seen: whether a node is
+    known to see ``root``; a local file system must then be exported to the nodes.
     """
     remedy = "put runs on a file system that all nodes share: --run-root"
     if shared and kind in IN_MEMORY:
@@ -216,7 +216,7 @@ def check_interpreter(facts: Facts) -> Iterator[Finding]:
 
 
 def _own_folder(path: Path, facts: Facts) -> str | None:
-    """Return where ``path`` lies if each machine has its own, "a /tmp" or "memory"; None if it is shared."""
+    """Return the kind of place of ``path``, "a /tmp" or "memory", if every machine has its own; else None."""
     folders = filter(None, (*OWN_FOLDERS, facts.environment.get("TMPDIR")))
     if own := next((folder for folder in folders if path.is_relative_to(folder)), None):
         return f"a {own}"

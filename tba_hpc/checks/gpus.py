@@ -21,7 +21,7 @@ from tba_hpc.checks.machine import SHM
 from tba_hpc.core.system_libraries import COMPILER, REMEDIES
 
 GPUS = "GPUs"
-"""Name of the finding about them."""
+"""Name of the findings about GPUs."""
 
 
 def check_compiler(facts: Facts) -> Iterator[Finding]:
@@ -115,8 +115,8 @@ def _major(version: str) -> int:
 def nvidia_smi() -> tuple[tuple[str, ...], str, str, str]:
     """Return the names of the GPUs, the driver's version, the newest CUDA that it supports, and an error.
 
-    The error is the output of nvidia-smi if it lists no GPU, else "". The program is asked once per process,
-    since it may take half a minute.
+    The error is "" if nvidia-smi lists a GPU. Otherwise it is the output of nvidia-smi, or says that this is
+    missing. nvidia-smi is called once per process, since it may take half a minute.
     """
     if shutil.which("nvidia-smi") is None:
         return (), "", "", "nvidia-smi is not on PATH"
@@ -159,7 +159,7 @@ def check_registered_memory(facts: Facts) -> Iterator[Finding]:
 def judge_registered_memory(said: str) -> Finding:
     """Return the finding on whether CUDA can register shared memory, which speeds up copies of weights.
 
-    said: output of a process that prints what ``try_a_page`` returns, or torch's error if that failed.
+    said: output of a process that prints what ``try_a_page`` returns, or torch's error if torch has failed.
     """
     answer = re.search(r"^cudaError \d+$", said, re.MULTILINE)  # warnings may come after it
     last = answer[0] if answer else (said.splitlines() or ["no answer"])[-1]

@@ -69,8 +69,8 @@ def check_ports(facts: Facts) -> Iterator[Finding]:
 def check_packages(facts: Facts) -> Iterator[Finding]:
     """Check that no packages from elsewhere come before those of this Python's environment.
 
-    They may come from PYTHONPATH or the user's folder, and have other versions. Environments of other Pythons
-    are not checked.
+    Packages from PYTHONPATH or the user's folder may have other versions. Environments of other Pythons are
+    not checked.
     """
     if not facts.in_container and login_python(facts.site) == sys.executable:
         folders = [Path(folder) for folder in sys.path if folder]
@@ -80,8 +80,8 @@ def check_packages(facts: Facts) -> Iterator[Finding]:
 def judge_packages(folders: Sequence[Path], prefix: Path, own: Path) -> Iterator[Finding]:
     """Yield a finding about each folder with packages that come before those of the environment.
 
-    folders: where Python looks for packages, in order. prefix: folder of the environment. own: folder in
-    which tba-hpc itself is installed, as by ``pip install --user``; it gives no finding.
+    folders: folders in which Python looks for packages, in order. prefix: folder of the environment. own:
+    folder in which tba-hpc itself is installed, as by ``pip install --user``, which gives no finding.
     """
     before: dict[Path, list[str]] = {}
     for name in VERSIONED:

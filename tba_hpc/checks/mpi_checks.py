@@ -41,7 +41,7 @@ def find_library(site: Site) -> tuple[Library | None, str]:
 
 
 def check_library(facts: Facts) -> Iterator[Finding]:
-    """Check that ranks load an MPI library, and that the site keys mpi_library and modules mean this one."""
+    """Check that ranks load an MPI library, and the one that the site keys mpi_library and modules mean."""
     library, site = facts.library, facts.site
     if facts.no_library:
         found = f"mpi4py cannot load an MPI library (mpi_library: {site.mpi_library}): {facts.no_library}"

@@ -21,7 +21,7 @@ FAST = re.compile(r"ib|hsn|opa")
 """Pattern of name prefixes of InfiniBand, Slingshot and Omni-Path interfaces."""
 
 NETWORK = "network"
-"""Name of the finding about it."""
+"""Name of the finding about the network."""
 
 
 def check_network(facts: Facts) -> Iterator[Finding]:
@@ -47,7 +47,7 @@ def _addresses() -> set[str]:
 
 
 def _best_first(speeds: Mapping[str, int]) -> list[str]:
-    """Return the interfaces, those that are fast by their names first, then by speed in Mbit/s."""
+    """Sort interfaces: those with names of fast networks first, and otherwise by their speed in Mbit/s."""
     return sorted(speeds, key=lambda name: (FAST.match(name) is None, -speeds[name], name))
 
 
@@ -57,7 +57,7 @@ def judge_host_name(addresses: Collection[str], interfaces: Sequence[str]) -> It
     gloo, by which trainer ranks of several nodes connect, uses the address to which the name resolves. The
     finding omits the name, so that equal findings of several nodes can be joined.
 
-    addresses: those to which the name resolves. interfaces: names of the network interfaces that lead to
+    addresses: addresses to which the name resolves. interfaces: names of the network interfaces that lead to
     other nodes, the best first.
     """
     if all(ip_address(address.partition("%")[0]).is_loopback for address in addresses):

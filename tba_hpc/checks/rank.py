@@ -21,11 +21,11 @@ from tba_hpc.launch.plan import Site
 from tba_hpc.run.directory import RunDir
 
 NBYTES = 128 << 20
-"""Size of the broadcast, bytes."""
+"""Size of the broadcast, in bytes."""
 
 
 def join_trial(directory: RunDir, role: Role) -> None:
-    """Run a rank of the trial job (``tba doctor --launch``): check node and MPI world, write findings.
+    """Run a rank of the trial job (``tba doctor --launch``): check node and MPI world, and write findings.
 
     directory: run directory of the trial. Raises ConfigError if the MPI world is not as planned, and
     ExchangeError with the names of missing ranks.
@@ -53,9 +53,9 @@ def join_trial(directory: RunDir, role: Role) -> None:
 
 
 def broadcast(world: MpiWorld) -> float:
-    """Broadcast NBYTES bytes from the leader to every node, as weights are broadcast; return the seconds.
+    """Broadcast NBYTES bytes from the leader to every node, as weights are; return the time in seconds.
 
-    All ranks call it. Raises ExchangeError if a rank does not answer.
+    All ranks call this function. Raises ExchangeError if a rank does not answer.
     """
     empty = np.empty(0, np.uint8)
     if world.rank == LEADER:

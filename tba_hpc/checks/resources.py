@@ -1,6 +1,6 @@
 """Finds the models, data sets and files that a config names, on this machine.
 
-A resource is one of these (``core.types.Resource``). This module looks at file names only: it loads no
+Each of these is a resource (``core.types.Resource``). This module looks at file names only: it loads no
 resource and never asks the hub.
 """
 
@@ -44,7 +44,7 @@ def is_path(resource: Resource) -> bool:
 def place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
     """Return the path of a resource on this machine; None if files of it are missing.
 
-    environment: environment variables of the processes that will load it.
+    environment: environment variables of the processes that will load the resource.
     """
     if resource.kind == "data set":
         return _data_place(resource, environment)
@@ -58,8 +58,8 @@ def place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
 def missing(config: Config, environment: Mapping[str, str], *, of_custom_task: bool = True) -> list[Resource]:
     """Return the resources on the hub that a config names, but that its ranks could not load.
 
-    If ``environment`` forbids access to the hub, these are the resources that the cache lacks. Otherwise, or
-    if only the nodes know the path of the cache, the list is empty. of_custom_task: as for ``resources``.
+    They are those that the cache lacks, if ``environment`` forbids access to the hub. Otherwise, or if only
+    the nodes know the path of the cache, the list is empty. of_custom_task: as for ``resources``.
     """
     if not is_offline(environment) or "$" in str(hub_cache(environment)):
         return []

@@ -14,7 +14,8 @@ OURS = re.compile(r"--(comment|output|open-mode|signal|no-requeue)\b|-o\b")
 """Pattern of options of sbatch that batch scripts themselves set."""
 
 SHORT_SECONDS = 300
-"""Seconds from a job's start until it is asked to stop; with fewer, large engines may seal no shard."""
+"""Least time from a job's start to the request to stop, in seconds. In less, large engines may seal no
+shard."""
 
 CLUSTERS = re.compile(r"(?:-M\s*|--clusters?[=\s]\s*)(\S+)")
 """Pattern of the sbatch option that sends a job to another cluster, with the cluster's name."""
@@ -150,7 +151,7 @@ def judge_job_requeue(site: Site, job: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_partitions(facts: Facts) -> Iterator[Finding]:
-    """Check that partitions allow the site's time and memory. Larger jobs would stay queued for ever."""
+    """Check that partitions are up and allow the site's time and memory. Larger jobs stay queued for ever."""
     site = facts.site
     for partition in facts.partitions:
         name, longest = partition["PartitionName"], partition.get("MaxTime", "UNLIMITED")

@@ -1,8 +1,8 @@
 """Checks a task and all its prompts before a run starts.
 
 Since the check runs the user's code, it has a process of its own: ``python -m tba_hpc.checks.task_check``
-with a config on stdin, started by ``config_checks.check_task``. It uses no GPU. Problems that it cannot find
-here are found when ranks start.
+with a config on stdin, started by ``config_checks.check_task``. The check uses no GPU. Problems that it
+cannot find on this machine are found when ranks start.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tba_hpc.tasks.jsonl import Jsonl
 from tba_hpc.tasks.program import find_word, require_program
 from tba_hpc.tasks.rows import Rows
 
-log = logging.getLogger("tba_hpc.checks.task_check")  # not "__main__"
+log = logging.getLogger("tba_hpc.checks.task_check")  # __name__ would be "__main__"
 
 
 def check(config: Config, *, try_rewards: bool = False) -> None:
@@ -88,10 +88,10 @@ def warn_of_control_tokens(texts: Sequence[np.ndarray], tokenizer: FileTokenizer
 
 
 def warn_of_rendered_rows(texts: Sequence[np.ndarray], tokenizer: FileTokenizer) -> None:
-    """Log a warning if training rows begin with a special token with which the chat template begins.
+    """Log a warning if training rows begin with a special token that the chat template puts there.
 
-    They are probably rendered already, and would be rendered again as the text of a user's message. texts:
-    result of ``_written``.
+    Such rows are probably rendered already, and would be rendered again as the text of a user's message.
+    texts: result of ``_written``.
     """
     before = tokenizer.render([ASKED], tools=(), ask=True).partition(ASKED["content"])[0]
     opening = np.intersect1d(tokenizer.encode_rendered(before), tokenizer.control_tokens)
@@ -171,7 +171,7 @@ def _require_folder(path: str) -> None:
 
 
 def _serve(*_: object, **__: object) -> Victim:
-    """End the process without a finding, since this check cannot serve the model that a task asks for."""
+    """End the process without a finding, since the check cannot serve the second model that a task needs."""
     raise SystemExit(0)
 
 

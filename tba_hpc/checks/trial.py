@@ -1,6 +1,6 @@
 """Trial job of ``tba doctor --launch``: finds whether its ranks form one MPI world, and what nodes lack.
 
-Its batch script is like that of a run, but each of its ranks runs ``tba trial-rank`` (``rank.py``).
+The job's batch script is like that of a run, but each rank runs ``tba trial-rank`` (``rank.py``).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def prepare(site: Site, root: Path, model: str | None, *, separate: bool = False
     """Return the config, plan and batch script of a trial.
 
     root: folder of runs. model: path or name of the policy that nodes look for, or None. separate: whether to
-    choose the nodes that each component of a het job may get, as for a run, which asks Slurm.
+    ask Slurm for nodes, and choose those that each component of a het job may get, as for a run.
     """
     tree: dict[str, dict[str, object]] = {
         "run": {"name": f"doctor-{os.getpid()}-{site.mpi or 'default'}", "root": str(root.absolute())},
@@ -121,8 +121,8 @@ def prepare(site: Site, root: Path, model: str | None, *, separate: bool = False
 def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> list[Finding]:
     """Submit a trial job, wait up to ``seconds`` for it to end, and return its findings.
 
-    The first finding says whether its ranks formed one MPI world. Raises ConfigError if ``root`` is not
-    writable, and SlurmError if Slurm does not answer.
+    The first finding says whether the ranks formed one MPI world, or why not. Raises ConfigError if ``root``
+    is not writable, and SlurmError if Slurm does not answer.
     """
     config, split, script = prepare(site.model_copy(update=SHORT), root, model, separate=True)
     run = RunDir.create(config)
@@ -158,7 +158,7 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
 
 
 def _of_nodes(left: dict[str, list[Finding]]) -> list[Finding]:
-    """Join the equal findings of several nodes into one that names these nodes.
+    """Join the equal findings of several nodes into one finding that names these nodes.
 
     left: findings by host. Those with level "ok" are dropped, unless they are about GPUs or the network.
     """

@@ -1,7 +1,7 @@
 """``tba plan``: estimates whether a run fits on given GPUs, and names config keys that reduce its memory.
 
 The estimate is computed from the config alone: it starts nothing, and needs neither torch nor the model's
-weights. Not to be confused with ``launch.plan``, which splits the nodes of a job between the roles.
+weights. This plan has nothing to do with ``launch.plan``, which splits the nodes of a job between the roles.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def plan_run(
     searchers on separate nodes. gpu: name of the GPU; None means the kind that the site requests, else
     DEFAULT_GPU. gpus: number of GPUs of the machine; None means as many as the ranks need. nodes: number of
     nodes of a job, from which the numbers of ranks follow; None takes them from the config. prompt_tokens:
-    mean length of prompts; None for an assumption. Raises ConfigError for options that contradict each other
-    or an unknown model.
+    mean length of prompts; None means an assumed length. Raises ConfigError for options that contradict each
+    other, an unknown model, or a site without GPUs.
     """
     if site is None and nodes is not None:
         raise ConfigError(f"--nodes {nodes} has no meaning without a cluster: add --site")

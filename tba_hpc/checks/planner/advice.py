@@ -12,7 +12,7 @@ OFFLOAD = "train.deepspeed.zero_optimization.offload_optimizer.device=cpu"
 
 LESS_CACHE = {True: "a smaller generator.kv_cache_mb", False: "a smaller generator.gpu_memory_utilization"}
 MORE_CACHE = {True: "a larger generator.kv_cache_mb", False: "a larger generator.gpu_memory_utilization"}
-"""Change of the key that sizes the KV cache, by whether the config sets generator.kv_cache_mb."""
+"""Changes of the key that sizes the KV cache, by whether the config sets generator.kv_cache_mb."""
 
 MORE_GPUS = "more GPUs for an engine (generator.tensor_parallel)"
 
@@ -21,7 +21,10 @@ Choices = Iterable[tuple[object, str]]
 
 
 def advice(config: Config, found: Estimate) -> Iterator[str]:
-    """Yield suggestions, a sentence for each: trainers or searchers lack memory, a KV cache is too small."""
+    """Yield a sentence of suggestions for each lack: of trainers' memory, of searchers', of a KV cache's.
+
+    If ranks that lack memory share GPUs, the first sentence says with how many GPUs they would not.
+    """
     short = {rank for device in found.devices if device.lacks == "memory" for rank in device.ranks}
     if short and _share_gpus(found):
         most = sum(device.count * len(device.ranks) for device in found.devices)

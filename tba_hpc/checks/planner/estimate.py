@@ -19,16 +19,16 @@ TRAINER, SEARCHER = "trainer", "searcher"
 """Names of ranks in an estimate."""
 
 Lack = Literal["memory", "KV cache", ""]
-"""Resource of which ranks have too little; "" for none."""
+"""Resource of which the ranks of a GPU have too little; "" for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """Group of GPUs that each hold the same kinds of ranks, such as one trainer and two searchers.
 
-    count: number of GPUs in the group. ranks: names of the ranks on each GPU. bytes: memory that they need
-    there. problem: sentence that says why they do not fit, or "". lacks: resource of which they have too
-    little, or "".
+    count: number of GPUs in the group. ranks: names of the ranks on each GPU. bytes: memory that these ranks
+    need on the GPU. problem: sentence that says why the ranks do not fit or cannot start, or "". lacks:
+    resource of which the ranks have too little, or "".
     """
 
     count: int
@@ -50,7 +50,7 @@ class Estimate:
     gpu: name of the GPU. parameters: number of weights of the policy. adapter: number of weights of its LoRA
     adapter, 0 for none. prompt_tokens: mean length of prompts. micro_batch_tokens: tokens in a micro-batch if
     all completions have the maximum length. cache_tokens: tokens in the KV cache of an engine. items: memory
-    of a rank by purpose in bytes, by name of the rank. devices: all GPUs that hold ranks.
+    of each kind of rank, in bytes by purpose. devices: all GPUs that hold ranks.
     """
 
     gpu: str
@@ -159,10 +159,10 @@ def _device(ranks: tuple[str, ...], number: int, items: dict[str, Items], gpu: G
 def _engine_problem(
     cache: float, others: float, gpu: Gpu, work: Workload, *, shared: bool
 ) -> tuple[Lack, str]:
-    """Return what an engine lacks, and why it cannot start on a GPU with enough memory; ("", "") if it can.
+    """Return what an engine lacks, and why it cannot start although the memory suffices; ("", "") if it can.
 
-    cache: bytes of its KV cache. others: bytes that all but the engine need on the GPU. shared: whether other
-    ranks are on the GPU.
+    cache: bytes of its KV cache. others: bytes that everything but the engine needs on the GPU. shared:
+    whether the GPU holds other ranks.
     """
     generator, longest = work.config.generator, work.config.model.context_length
     heads, ranks, free = work.policy.heads, generator.tensor_parallel, generator.gpu_memory_utilization

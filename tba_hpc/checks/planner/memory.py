@@ -51,7 +51,7 @@ class Workload:
 
     adapter: number of weights of the LoRA adapter, 0 for none. readers: models that read whole texts, by the
     task option that names them (READERS). victim: model that the red-teaming task attacks, or None. embedder:
-    model with which the trainer's buffer recognises duplicates, or None. prompt: mean length of prompts,
+    model with which the trainer's buffer recognises duplicates, or None. prompt: mean length of prompts, in
     tokens.
     """
 

@@ -1,8 +1,8 @@
-"""Shape of the model that a config names: numbers of layers, heads and so on. Also the size of its adapter.
+"""Finds the shape of a model that a config names (numbers of layers, heads and so on) and its adapter's size.
 
 The shape is read from the model's config.json, in its folder or the cache of Hugging Face. For a model that
-is not there it comes from ``known_models.yaml``, or else from the hub. Neither torch nor transformers is
-imported.
+is in neither, the shape comes from ``known_models.yaml``, or else from the hub. Neither torch nor
+transformers is imported.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ KNOWN = Path(__file__).with_name("known_models.yaml")
 
 
 def adapter_weights(shape: Shape, lora: LoraSection, path: str) -> int:
-    """Return the number of weights of a LoRA adapter. Raises ConfigError if there is no layer to adapt.
+    """Return the number of weights of a LoRA adapter.
 
-    path: model.path, for the error.
+    path: model.path, for errors. Raises ConfigError if the model has no layer to adapt, or lacks a target.
     """
     layers = shape.linear_layers
     wanted = {target.rpartition(".")[2] for target in lora.targets or layers}
