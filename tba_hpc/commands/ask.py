@@ -30,7 +30,7 @@ from tba_hpc.report.samples.show import SEQUENCE
 from tba_hpc.report.tables import Indented, Terminal
 from tba_hpc.tasks import make_task
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # hf_answers imports torch
     from tba_hpc.learner.hf_answers import HfAnswers
 
 MAX_TOKENS = 256
@@ -44,9 +44,9 @@ SLOW_SECONDS = 10.0
 class Reply:
     """Answer of the model.
 
-    truncated: whether a limit of tokens or turns ended it. tokens: number of tokens, including the
-    end-of-sequence token. failed: whether the task's environment failed. fault: its error, or "". reward: the
-    one that the environment or program gave; None if it gave none.
+    truncated: whether a limit of tokens or turns ended the answer. tokens: number of tokens, including the
+    end-of-sequence token. failed: whether the task's environment failed. fault: error of the environment, or
+    "". reward: reward that the environment or program gave, or None.
     """
 
     text: str
@@ -88,7 +88,7 @@ def ask(
     max_tokens: int | None = None,
     chat: bool | None = None,
 ) -> Asked:
-    """Load a model and let it answer a question. The config's seed (0 without a config) fixes the answers.
+    """Load a model and let it answer a question. The config's seed, or 0, determines the answers.
 
     name: a run directory, or a model's folder or hub name. question: a text; for a task with conversations it
     may be a row as JSON. config: config with the task, if ``name`` is not a run. overrides: settings
@@ -144,7 +144,7 @@ def _rewards_of(settings: Config) -> list[str]:
 
 
 def _reply(text: str, answer: Completion) -> Reply:
-    """Describe a completion, whose text is ``text``. If its reward is not finite, the environment failed."""
+    """Return the reply of a completion. text: its text. A reward that is not finite means a failure."""
     failed = answer.reward is not None and not math.isfinite(answer.reward)
     reward = None if failed else answer.reward
     return Reply(text, answer.finish_reason != "stop", len(answer.tokens), failed, answer.fault, reward)
@@ -160,10 +160,10 @@ def _text(answer: Completion, decode: Callable[[np.ndarray], str]) -> str:
 
 
 def _load(name: str, config: Path | None, overrides: list[str]) -> tuple[Config | None, HfAnswers]:
-    """Return a config, and the model to ask. Raises ConfigError.
+    """Return the config of the run or file, None for a model without a file, and the model to ask.
 
-    name: run, or folder or hub name of a model. config: file with a config for that model. The result's
-    config is that of the run or the file. It is None for a model without a file.
+    name: run, or folder or hub name of a model. config: file with a config for that model. Raises ConfigError
+    if one of them cannot be loaded, or if there are ``overrides`` but no config.
     """
     refuse_missing(name)
     from tba_hpc.learner.hf_answers import HfAnswers
@@ -184,7 +184,7 @@ def _uses_chat(settings: Config | None, chat: bool | None, model: HfAnswers) -> 
 
 
 def _encode(task: Task | None, tokenizer: Tokenizer, question: str, *, chat: bool) -> np.ndarray:
-    """Return the question as int32 [T]: formatted like the task's prompts if the task can do that.
+    """Return the tokens of a question, int32 [T], formatted like the task's prompts if the task can do so.
 
     Otherwise ``chat`` says whether the chat template is applied.
     """
@@ -230,7 +230,7 @@ def _unlogged() -> Iterator[None]:
 
 
 def _serve(model: ModelSection, generator: GeneratorSection, **_: object) -> Victim:
-    """Raise ConfigError, because ``tba ask`` serves no further model, which some tasks need."""
+    """Raise ConfigError, because ``tba ask`` does not serve the second model that some tasks need."""
     raise ConfigError(
         f"the task needs {model.path}, which tba ask does not serve: add --plain or --chat to ask without "
         "the task"
@@ -238,7 +238,7 @@ def _serve(model: ModelSection, generator: GeneratorSection, **_: object) -> Vic
 
 
 def _room(settings: Config, prompt_tokens: int, max_tokens: int) -> int:
-    """Return ``max_tokens``, or what is left of the context if less. Raises ConfigError if that is 0."""
+    """Return ``max_tokens``, or the room in the context if that is less. Raises ConfigError for no room."""
     left = settings.model.context_length - prompt_tokens
     if left < 1:
         raise ConfigError(

