@@ -93,7 +93,7 @@ def may_change(key: str) -> bool:
 
 
 def is_local(value: str) -> bool:
-    """Return whether a value is a path on this machine, not a hub name such as ``org/model``."""
+    """Return whether a value has the form of a path, and not of a hub name such as ``org/model``."""
     return value.startswith((".", "/", "~")) or value.count("/") > 1 or Path(value).suffix == ".jsonl"
 
 
@@ -142,14 +142,14 @@ OBJECTIVES_ELSEWHERE = {
     "ppo": "grpo has its clip, but there is no critic",
     "reinforce": "rloo is REINFORCE with a baseline",
 }
-"""Remedies for objectives that other RL systems have, by their name there."""
+"""Remedies for the names of objectives of other RL systems."""
 
 
 def explain(error: ValidationError, model: type[BaseModel], noun: str = "config") -> str:
     """Explain a pydantic error in one sentence: value, rule, remedy.
 
-    noun: what the keys belong to. Only one problem is explained: the first unknown key, since a misspelt key
-    also makes another key seem missing, or else the first problem.
+    noun: word for what the keys belong to. Only one problem is explained: the first unknown key, since a
+    misspelt key also makes another key seem missing, or else the first problem.
     """
     problems = error.errors()
     problem = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
@@ -185,7 +185,7 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
 
 
 def _meant(given: str, valid: Sequence[str]) -> str:
-    """Return the end of an error about an unknown variant: what may be meant, or "" if that is unclear."""
+    """Return the end of an error about an unknown variant: the one that may be meant, or "" if unclear."""
     close = difflib.get_close_matches(given, valid, n=1)
     if not close and given in OBJECTIVES_ELSEWHERE:
         return f": {OBJECTIVES_ELSEWHERE[given]}"
@@ -202,7 +202,7 @@ def _key_below(key: str, section: type[BaseModel], given: object) -> str:
 def _form(field: FieldInfo | None) -> str:
     """Return the end of an error about a text of the wrong form: the form that it must have.
 
-    field: that of the key; None for a name that the user chose.
+    field: the key's field; None for a name that the user chose.
     """
     if field is None or not field.examples:
         return "a name has only letters, digits and _, and does not begin with a digit"
@@ -214,7 +214,8 @@ def _place(
 ) -> tuple[list[str], type[BaseModel] | None]:
     """Return the names that make up the key at ``location``, and the section that holds the key.
 
-    location: location in a pydantic error. It also contains the tags of variants, which are left out.
+    location: location in a pydantic error, which also contains tags of variants; these are left out. The
+    section is None if the key is in no section, such as an option of a task.
     """
     names: list[str] = []
     holder: type[BaseModel] | None = model
@@ -234,7 +235,7 @@ def _place(
 def elsewhere() -> dict[str, dict[str, Any]]:
     """Return what ``elsewhere.yaml`` says about TRL, verl and prime-rl, by name.
 
-    ``keys`` of each holds triples: their key, our key, and what differs.
+    Each system's ``keys`` are triples: their key, our key, and what differs.
     """
     found: dict[str, dict[str, Any]] = read_yaml(
         Path(__file__).with_name("elsewhere.yaml").read_text("utf-8")
@@ -254,10 +255,10 @@ def _foreign(problems: Sequence[ErrorDetails]) -> str:
 
 
 def _elsewhere(names: list[str], value: object) -> dict[str, list[str]]:
-    """Return which of the systems in ``elsewhere`` has an unknown key, with phrases that name our keys.
+    """Return phrases that name our keys for an unknown key, by the first system of ``elsewhere`` with it.
 
-    Of several systems the first is returned; {} if none has the key. names: path of the unknown key. value:
-    its value; if that is a dict, its keys are looked up, too.
+    Returns {} if no system has the key. names: path of the unknown key. value: value of the unknown key; if
+    it is a dict, its keys are looked up, too.
     """
     given = [f"{path}." for path in flat({".".join(names): value})]
     for system, about in elsewhere().items():
@@ -274,7 +275,7 @@ def _elsewhere(names: list[str], value: object) -> dict[str, list[str]]:
 def _nearly_elsewhere(name: str) -> str:
     """Return the end of an error message about an unknown key whose name resembles another library's key.
 
-    It names that library's key and our equivalent. Returns "" if no key in ``elsewhere`` is similar.
+    The text names the library's key and our equivalent. It is "" if no key in ``elsewhere`` is similar.
     """
     for system, about in elsewhere().items():
         ours = {theirs: key for theirs, key, _ in about["keys"]}

@@ -1,7 +1,7 @@
 """The dialect of YAML in configs and site files, and the paths in them.
 
-It differs from PyYAML's: ``1e-2`` is a number, numbers in base 8 (``010``) or 60 (``1:30``) are refused,
-dates are strings, and a mapping may not repeat a key.
+The dialect differs from PyYAML's: ``1e-2`` is a number, numbers in base 8 (``010``) or 60 (``1:30``) are
+refused, dates are strings, and a mapping may not repeat a key.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Loader(yaml.SafeLoader):
     """Loader of the dialect that the module describes."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Raise YAMLError if a mapping repeats a key."""
+        """Return a mapping's node as PyYAML does. Raises YAMLError if the mapping repeats a key."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: dict[tuple[str, object], int] = {}
         for key, _ in node.value:

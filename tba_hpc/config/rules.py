@@ -41,7 +41,7 @@ OWN_ENGINE_ARGUMENTS = {
     "logprobs_mode": "the learner needs the policy's own log-probabilities, so leave it out",
     "worker_extension_cls": "weights reach the engine's workers through it, so leave it out",
 }
-"""Arguments of vLLM that generator.engine must not contain, each with a remedy or the reason."""
+"""Arguments of vLLM that generator.engine must not contain, each with a remedy."""
 
 SECRET = re.compile(r"hf_token|auth_token|api_key|access_key|secret|password")
 """Pattern in names of arguments that hold secrets, which a run must neither store nor show."""
@@ -129,7 +129,7 @@ def _of_sampling(config: Config) -> Iterator[str]:
 
 
 def _of_score_centering(config: Config) -> Iterator[str]:
-    """Yield a sentence for each key that makes sampling differ from the recorded log-probabilities."""
+    """Yield a sentence for each key by which completions are not samples of the recorded distribution."""
     generator, own = config.generator, config.model.logprob_temperature
     if not config.train.score_centering:
         return
@@ -287,12 +287,13 @@ OF_REWARD = {
     "url": ("model", "prompt", "key_variable", "seconds", "concurrency"),
     "program": ("seconds", "concurrency", "memory_mb", "when_killed"),
 }
-"""Kinds of rewards, named after their main keys, with the further keys that each accepts besides weight."""
+"""Kinds of rewards, named after their main keys. Each is followed by the other keys that it accepts besides
+weight."""
 
 
 def reward_key(sections: Mapping[str, RewardSection], name: str) -> str:
     """Return the config key of the reward ``name``."""
-    alone = list(sections) == ["reward"]  # the short form of a config
+    alone = list(sections) == ["reward"]  # from the short form, in which a reward has no name
     return "task.reward" if alone else f"task.reward.{name}"
 
 

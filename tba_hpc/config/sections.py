@@ -133,9 +133,9 @@ class ModelSection(Section):
     context_length: int = Field(1024, ge=2)
     """Maximum length of prompt and completion together, in tokens."""
     logprob_temperature: Positive | None = None
-    """T: all log-probabilities are those of softmax(logits/T). If unset: 1. But with train.score_centering,
-    oapl or a policy gradient: generator.temperature, since these need samples of the policy that they
-    train."""
+    """T: all log-probabilities are those of softmax(logits/T). If unset: generator.temperature with
+    train.score_centering, oapl or a policy gradient, which need samples of the policy that they train; else
+    1."""
     fp32_head: bool = True
     """Compute the logits of bfloat16 models in float32, so that the log-probabilities of learner, reference
     and engine agree more closely."""
@@ -653,7 +653,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_and_settle(self) -> Config:
-        """Refuse a contradictory config, then fill in unset keys whose defaults depend on other keys."""
+        """Fill in unset keys whose defaults depend on other keys, and refuse a contradictory config."""
         queue = self.buffer.replay_limit == 1
         if queue and "max_staleness" not in self.exchange.model_fields_set:
             self._fill("exchange", max_staleness=max(QUEUE_STALENESS, 2 * self.exchange.sync_every - 1))
