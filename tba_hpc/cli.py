@@ -56,7 +56,7 @@ class _Commands(TyperGroup):
 def _call(name: str | None, said: str) -> str:
     """Return a hint on how to call a command.
 
-    name: that of the command; None if it does not exist. said: Typer's message about the error.
+    name: name of the command; None if there is no such command. said: Typer's message about the error.
     """
     if name is None:
         return "tba status RUN shows a run, such as runs/quickstart-seed0; all commands: tba --help"
@@ -166,7 +166,7 @@ def run(
         with though_output_is_lost():
             _show_results(run_dir, anew=False, as_json=as_json)
         return
-    with owned(run_dir):  # also while the results are written, so that tba stop --wait waits for them
+    with owned(run_dir):  # until the results are written, so that tba stop --wait waits for them
         with though_output_is_lost():
             typer.echo("".join(f"{sentence}\n" for sentence in said), nl=False, err=as_json)
         modules.keep(create_run(resolved), resolved, modules.folder_of(config))
@@ -708,8 +708,8 @@ def _span(text: str | None) -> tuple[int, int] | None:
 def _open(path: Path, role: Role, index: int | None) -> RunDir:
     """Open the run directory for a rank, and send the rank's log messages to stderr.
 
-    Raises ConfigError if it is not a run directory, or belongs to another version of this package. The error
-    is also left as a note for the launcher.
+    Raises ConfigError if ``path`` is not a run directory, or if another version of this package made the run.
+    The error is also left as a note for the launcher.
     """
     from tba_hpc.launch.rank import noting
 
@@ -723,8 +723,8 @@ def _open(path: Path, role: Role, index: int | None) -> RunDir:
 def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> int:
     """Write and print the run's summary, and write its report; return the number of optimizer steps done.
 
-    anew: whether to replace a report that is there. If this user may not write to the run directory, the
-    summary is only printed.
+    anew: whether to replace an existing report. If this user may not write to the run directory, the summary
+    is only printed.
     """
     from tba_hpc.report.summary import print_summary, summarise, write_summary
 
@@ -752,7 +752,7 @@ def main(command: Callable[[], None] = app, name: str = "tba") -> None:
             command()
         finally:
             if sys.stdout:
-                sys.stdout.flush()  # else the interpreter does it at exit, where a failure is not caught
+                sys.stdout.flush()  # at exit, where the interpreter would flush, a failure is not caught
     except (
         ConfigError,
         OwnedError,

@@ -90,7 +90,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROMPTS_AHEAD = 2
-"""Number of prompts that are queued in an engine beyond those it decodes, so that it never waits for one."""
+"""Number of prompts queued in an engine beyond those that it decodes, so that it never waits for a prompt."""
 
 KEPT_ANSWERS = 4
 """Number of prompts of each split whose answers evaluations keep as text, for the report."""
@@ -105,12 +105,13 @@ PRUNING_SECONDS = 10.0
 def train(run: RunDir, index: int | None) -> None:
     """Run a trainer rank of ``run`` until the run is finished or stopped.
 
-    index: number of the rank among the trainers; None: the number that MPI gives it. Rank 0 leads: it runs
-    the loop, exports the model and writes the report. The others follow its learner. Raises ConfigError,
+    index: number of the rank among the trainers; None: the number that MPI or srun gives it. Rank 0 leads: it
+    runs the loop, exports the model and writes the report. The others follow its learner. Raises ConfigError,
     ExchangeError and similar errors with a one-sentence message.
     """
     with as_rank(run, "trainer", index) as (config, placement):
-        # In a thread while libraries and the model are loaded: checksums release Python's lock.
+        # Checkpoints are verified in a thread while libraries and the model are loaded: checksums release
+        # Python's lock.
         verified = in_background(partial(verify_checkpoints, run)) if placement.index == 0 else None
         learner = make_learner(run, config, placement.index, config.launch.trainers)
         if verified:
@@ -160,8 +161,8 @@ def leading(
     state = merge_pending(config, pending, saved, metrics)
     exchange = open_exchange(Progress(saved.completed, state.cursors))
     note_at_work(run)
-    if saved.folder:  # only now, since the other trainer ranks follow only once they are in the exchange
-        if find_evaluation(run, "test", 0) is None:  # it was interrupted; weights are still initial
+    if saved.folder:  # loaded only now, since the other trainer ranks follow once they are in the exchange
+        if find_evaluation(run, "test", 0) is None:  # was interrupted; the learner still has initial weights
             _publish_first(exchange, config, learner)
         learner.load(saved.folder)
     checkpoints = Checkpoints(
@@ -192,7 +193,7 @@ def leading(
 def _publish_first(exchange: TrainerExchange, config: Config, learner: Learner) -> None:
     """Publish the initial weights for the first evaluation.
 
-    If staleness is bounded, searchers may not begin requests of training yet.
+    If staleness is bounded, searchers may not begin training requests yet.
     """
     publication = Publication(
         version=0,
@@ -260,9 +261,9 @@ def _follow(placement: Placement, learner: SharedLearner) -> None:
 def search(run: RunDir, index: int | None) -> None:
     """Run a searcher of ``run`` until the trainer ends the run.
 
-    index: number of the searcher; None: the number that MPI gives it. A searcher that has no index, and that
-    neither MPI nor a launcher has started, is elastic: it takes a free slot, and may leave earlier. Raises
-    NoSlotError if no slot is free, and ConfigError, ExchangeError and similar errors.
+    index: number of the searcher; None: the number that MPI or srun gives it. If the run has slots, a
+    searcher without an index that no launcher has started is elastic: it takes a free slot, and may leave
+    earlier. Raises NoSlotError if no slot is free, and ConfigError, ExchangeError and similar errors.
     """
     config = run.config()
     bound_output()
@@ -318,7 +319,7 @@ class SearchParts:
     """Parts of a searcher that do not depend on its exchange.
 
     reference: model that gives log π_ref; None if searchers hold none. underway: file that says which call of
-    the task's code is in progress. decode: makes text of tokens, for the answers that evaluations keep.
+    the task's code is in progress. decode: function that makes text of tokens, for answers that are kept.
     """
 
     run: RunDir
@@ -333,7 +334,7 @@ class SearchParts:
 
     @classmethod
     def make(cls, run: RunDir, config: Config, index: int, *, seed: int) -> SearchParts:
-        """Load the models and the task of searcher ``index``; seed: the engine's. Raises ConfigError."""
+        """Load the models and the task of searcher ``index``. seed: the engine's seed. Raises ConfigError."""
         if file := find_file(config.model.path, "config.json", os.environ):
             require_same_model(run, config.model.path, file.parent)
         underway = Underway(run, index)
@@ -348,7 +349,7 @@ class SearchParts:
         task = load_task(config.task, backend.tokenizer(), serve, room=prompt_room(config))
         refuse_long_prompts(task, config)
         refuse_few_prompts(task, config)
-        tokenizer = backend.tokenizer()  # a second one, since the task uses its own in another thread
+        tokenizer = backend.tokenizer()  # another one, since the task uses its tokenizer in another thread
         decode = decoder(tokenizer, special=config.task.special_tokens)
         prompts = {split: task.prompts(split) for split in get_args(Split)}
         require_same_prompts(run, prompts)
@@ -430,8 +431,8 @@ def _serve(*arguments: Any, seed: int, **keywords: Any) -> Victim:
 def started(config: Config, searcher: int) -> dict[str, Value]:
     """Return the metrics record of a searcher's start, with the number of places.
 
-    searcher: number of the searcher. The record also has its ``place`` if that differs, as
-    for elastic searchers.
+    searcher: number of the searcher. The record also has the searcher's ``place`` if that is another number,
+    as for elastic searchers.
     """
     place = config.launch.place_of(searcher)
     own = {"place": place} if place != searcher else {}
@@ -458,9 +459,9 @@ def _open_searcher(
 def _join(
     run: RunDir, config: Config, index: int, exchange: FileSearcherExchange | MpiSearcherExchange
 ) -> Progress:
-    """Get the run's progress from the trainer, and offer it this searcher's shards that are not merged.
+    """Get the run's progress from the trainer, and offer the trainer this searcher's shards not yet merged.
 
-    Requests that these shards answer count as completed in the progress that is returned.
+    Returns the progress, in which the requests that these shards answer count as completed.
     """
     progress = exchange.progress()
     if exchange.closed:  # the run has ended, so that there may be no progress and no shards
@@ -487,6 +488,6 @@ def _metrics(run: RunDir, searcher: int) -> MetricsWriter:
 def _seed(config: Config, searcher: int, *more: int) -> int:
     """Return an engine's seed, which differs between searchers, attempts, and leases of a slot.
 
-    more: number of the attempt, or of an elastic searcher's lease.
+    more: number of the attempt or, for an elastic searcher, of the lease.
     """
     return int(np.random.SeedSequence([config.run.seed, searcher, *more]).generate_state(1)[0] >> 1)
