@@ -637,7 +637,9 @@ def samples(
     text: Annotated[
         str, typer.Option(help="Show only what has this text in question or answer; case is ignored.")
     ] = "",
-    limit: Annotated[int, typer.Option(min=0, help="Number to show, of equal ones one; 0: all.")] = 10,
+    limit: Annotated[
+        int, typer.Option(min=0, help="Number of different ones to show; 0: all, repeated or not.")
+    ] = 10,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:

@@ -186,7 +186,7 @@ def _submit_one_of(ready: Sequence[Ready], place: int) -> str | None:
 
     Returns the id of its job, new or not; None if the run is finished.
 
-    Raises SubmitError, which names the run and those after it, if Slurm refuses the job.
+    Raises SubmitError, which names the run and the later runs not submitted, if Slurm refuses the job.
     """
     one = ready[place]
     if one.at_work:

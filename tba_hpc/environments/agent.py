@@ -264,10 +264,11 @@ class Agent(Conversational):
         memory_mb: Annotated[int, Field(ge=16)] = 4096,
         **options: Any,
     ) -> None:
-        """Make a task from the config's options; for the others see Conversational. Raises ConfigError.
+        """Make a task from the config's options. Raises ConfigError if it cannot be made.
 
-        command: words of the program's command. memory_mb: see RewardSection. ``step_seconds`` limits the
-        time from the program's start, or from an answer, to its next request or its end.
+        command: words of the program's command. memory_mb: see RewardSection. options: those of
+        Conversational; ``step_seconds`` limits the time from the program's start, or from an answer, to its
+        next request or its end.
         """
         self.own_reward = not reward
         self.command = " ".join(command)

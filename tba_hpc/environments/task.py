@@ -193,11 +193,11 @@ class Environment(Conversational):
         step_seconds: Annotated[float, Field(gt=0)] = 30.0,
         **options: Any,
     ) -> None:
-        """Make a task from the config's options; for the others see Conversational. Raises ConfigError.
+        """Make a task from the config's options. Raises ConfigError if the class breaks the contract.
 
         environment: ``module:Class``, see environments.contract. max_tool_chars: length limit of a tool's
         result. step_seconds: time limit of an environment's work in a turn; tool calls begin only in the
-        first half of it.
+        first half of this time. options: the other options of Conversational.
         """
         self._contract = Contract(
             "task.options.environment", environment, max_chars=max_tool_chars, seconds=step_seconds

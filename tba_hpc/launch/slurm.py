@@ -142,7 +142,7 @@ def require_slurm() -> None:
 
 
 def refusal(message: str, *, test_only: bool = False) -> str:
-    """Return a sentence with Slurm's error about a submission, and what to do about it if that is known.
+    """Return a sentence with Slurm's error about a submission, and a remedy if one is known.
 
     message: output of sbatch. test_only: whether sbatch was only asked if Slurm would accept the job.
     """

@@ -122,7 +122,7 @@ def refuse_files(task: str, *files: str | None, remedy: str) -> None:
 
 
 def named_in_options(task: TaskSection, kind: ResourceKind, *options: str) -> list[Resource]:
-    """Return a resource of one kind for each of the given options that a task sets."""
+    """Return a resource of this ``kind`` for each of the ``options`` that a task sets."""
     values = {f"task.options.{option}": task.options.get(option) for option in options}
     return [Resource(kind, key, str(value)) for key, value in values.items() if value]
 

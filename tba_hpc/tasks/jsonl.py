@@ -113,7 +113,7 @@ class Jsonl(Rows[Fields]):
         self._grades: list[float] = []
 
     def rows(self, split: Split) -> list[tuple[str, str, Fields]]:
-        """Return (text of the prompt, target, row) for each row of a split. Raises ConfigError.
+        """Return (prompt's text, target, row) for each row of a split. Raises ConfigError for bad data.
 
         If the prompt is a list of messages, its text is what the chat template makes of them.
         """

@@ -49,7 +49,7 @@ class Rows(Task, Generic[Row]):
 
     @abstractmethod
     def rows(self, split: Split) -> Iterable[tuple[str, str, Row]]:
-        """Return (text of the prompt, target, row) for each row of a split. Raises ConfigError."""
+        """Return (prompt's text, target, row) for each row of a split. Raises ConfigError for bad data."""
 
     def encoded(self, text: str, row: Row) -> np.ndarray:
         """Encode the text of a row's prompt, int32 [T]."""
@@ -117,7 +117,7 @@ class RightOrWrong(Rows[None]):
 
     @abstractmethod
     def questions(self, split: Split) -> Iterable[tuple[str, str]]:
-        """Return (text of the prompt, target) for each problem of a split. Raises ConfigError."""
+        """Return (prompt's text, target) for each problem of a split. Raises ConfigError for bad data."""
 
     @abstractmethod
     def accepts(self, text: str, target: str) -> bool:

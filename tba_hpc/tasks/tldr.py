@@ -81,7 +81,7 @@ class TLDR(Rows[None]):
         self._wanted: dict[str, float] = {}  # gold rewards of people's summaries, by post and summary
 
     def rows(self, split: Split) -> Iterator[tuple[str, str, None]]:
-        """Yield (post, person's summary, None) for all posts of a split. Raises ConfigError."""
+        """Yield (post, person's summary, None) for all posts of a split. Raises ConfigError for bad data."""
         return ((query, summary, None) for query, summary in self._table.rows(split))
 
     @classmethod

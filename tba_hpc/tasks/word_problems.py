@@ -124,7 +124,7 @@ class WordProblems(RightOrWrong):
         """Return the problem in a row, or None if the row is not as ``ROW`` describes."""
 
     def questions(self, split: Split) -> list[tuple[str, str]]:
-        """Return (text of the prompt, target) for each problem of a split. Raises ConfigError."""
+        """Return (prompt's text, target) for each problem of a split. Raises ConfigError for bad data."""
         return [(self.filled(question), target) for question, target in self._table.rows(split)]
 
 
@@ -189,7 +189,7 @@ class GSM8K(WordProblems):
     ROW = f"a JSON object with a text 'question' and an 'answer' that ends in '{MARKER}' and a number"
 
     def __init__(self, tokenizer: Tokenizer, *, grader: Grader = "final_number", **options: Any) -> None:
-        """Make a task from the config's options. See ``WordProblems`` for those besides ``grader``."""
+        """Make a task from the config's options. options: those of ``WordProblems``."""
         super().__init__(tokenizer, **options)
         self._grader = grader
 

@@ -21,9 +21,9 @@ Choices = Iterable[tuple[object, str]]
 
 
 def advice(config: Config, found: Estimate) -> Iterator[str]:
-    """Yield a sentence of suggestions for each lack: of trainers' memory, of searchers', of a KV cache's.
+    """Yield a sentence of suggestions for each of these that lacks memory: trainers, searchers, a KV cache.
 
-    If ranks that lack memory share GPUs, the first sentence says with how many GPUs they would not.
+    If ranks that lack memory share GPUs, the first sentence says how many GPUs would give each rank its own.
     """
     short = {rank for device in found.devices if device.lacks == "memory" for rank in device.ranks}
     if short and _share_gpus(found):
