@@ -115,8 +115,8 @@ def _major(version: str) -> int:
 def nvidia_smi() -> tuple[tuple[str, ...], str, str, str]:
     """Return the names of the GPUs, the driver's version, the newest CUDA that it supports, and an error.
 
-    The error is "" if nvidia-smi lists a GPU. Otherwise it is the output of nvidia-smi, or says that this is
-    missing. nvidia-smi is called once per process, since it may take half a minute.
+    The error is "" if nvidia-smi lists a GPU. Otherwise it is the output of nvidia-smi, or a sentence if this
+    program is missing. nvidia-smi is called once per process, since it may take half a minute.
     """
     if shutil.which("nvidia-smi") is None:
         return (), "", "", "nvidia-smi is not on PATH"

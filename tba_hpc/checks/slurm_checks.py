@@ -14,8 +14,8 @@ OURS = re.compile(r"--(comment|output|open-mode|signal|no-requeue)\b|-o\b")
 """Pattern of options of sbatch that batch scripts themselves set."""
 
 SHORT_SECONDS = 300
-"""Least time from a job's start to the request to stop, in seconds. In less, large engines may seal no
-shard."""
+"""Shortest useful time from a job's start to the request to stop, in seconds. In less time, large engines may
+seal no shard."""
 
 CLUSTERS = re.compile(r"(?:-M\s*|--clusters?[=\s]\s*)(\S+)")
 """Pattern of the sbatch option that sends a job to another cluster, with the cluster's name."""

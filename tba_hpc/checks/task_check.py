@@ -45,7 +45,7 @@ log = logging.getLogger("tba_hpc.checks.task_check")  # __name__ would be "__mai
 def check(config: Config, *, try_rewards: bool = False) -> None:
     """Load the task and check all its prompts. Raises ConfigError for the first problem.
 
-    try_rewards: whether to call each judge and each reward function of the task once, and to check that this
+    try_rewards: whether to try each judge and each reward function of the task, and to check that this
     machine can start the task's programs. Set it only if the ranks will run on this machine.
     """
     _require_folder(config.model.path)

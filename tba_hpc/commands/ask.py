@@ -144,7 +144,7 @@ def _rewards_of(settings: Config) -> list[str]:
 
 
 def _reply(text: str, answer: Completion) -> Reply:
-    """Return the reply of a completion. text: its text. A reward that is not finite means a failure."""
+    """Return a completion, with its text, as a Reply. If its reward is not finite, the environment failed."""
     failed = answer.reward is not None and not math.isfinite(answer.reward)
     reward = None if failed else answer.reward
     return Reply(text, answer.finish_reason != "stop", len(answer.tokens), failed, answer.fault, reward)

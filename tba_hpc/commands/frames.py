@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class RunFrames:
     """Tables of a run, each read from disk when it is first requested and then kept.
 
-    To see newer data, call ``tba_hpc.read`` again. path: the run directory. Raises ConfigError if ``path`` is
-    none. Tables raise ModuleNotFoundError if pandas is not installed.
+    To see newer data, call ``tba_hpc.read`` again. path: the run directory. Raises ConfigError for a path of
+    another kind. Tables raise ModuleNotFoundError if pandas is not installed.
     """
 
     def __init__(self, path: Path) -> None:

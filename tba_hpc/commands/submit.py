@@ -364,7 +364,7 @@ def _require_partition(name: str | None, facts: Facts) -> None:
 
 
 def _slots_in_use(run: RunDir, config: Config, asked: int) -> list[Finding]:
-    """Return a warning if fewer slots are free now than new searchers are ``asked`` for."""
+    """Return a warning if too few slots are free now. asked: number of new searchers."""
     most = config.launch.elastic
     used = len(holders(run, [rank_name("searcher", index) for index in config.launch.elastic_searchers]))
     if used + asked <= most:

@@ -63,7 +63,7 @@ class ProgramSession:
     """The program of one episode. The endpoint calls ``ask``; Conversations calls the other methods.
 
     asked: the request that the model answers next. sequence: index of the sequence that this request
-    continues or begins. calls: number of tool calls so far. failed_calls: number of malformed ones.
+    continues or begins. calls: number of tool calls so far. failed_calls: number of malformed tool calls.
     one_at_a_time: lock held while a request is read and answered.
     """
 
@@ -279,7 +279,7 @@ class Agent(Conversational):
     def converse(self, generator: Generator, tokenizer: Tokenizer) -> Generator:
         """Start the endpoint; return a generator of whole conversations.
 
-        generator: samples the model's turns. tokenizer: tokenizer of the same model, with the chat template.
+        generator: generator of the model's turns. tokenizer: the model's tokenizer, with a chat template.
         Raises ConfigError if this machine cannot start the program.
         """
         require_program(COMMAND, self.words)

@@ -150,7 +150,7 @@ class Chat:
     def render(
         self, messages: Sequence[Message], *, ask: bool = True, tools: Sequence[dict[str, Any]] = ()
     ) -> str:
-        """Render a conversation. ask: begin the model's next message. tools: schemas added to the Chat's."""
+        """Render a conversation. ask: begin the model's next message. tools: schemas of further tools."""
         return self._tokenizer.render(messages, tools=[*self._tools, *tools], ask=ask, **self._options)
 
     def encode(self, text: str) -> np.ndarray:
@@ -171,7 +171,7 @@ class Chat:
     def drops_thoughts(self, role: str) -> bool:
         """Return whether the template omits a turn's thoughts once a message with ``role`` follows.
 
-        The tokens of a conversation always keep them.
+        The tokens of a conversation keep the thoughts in any case.
         """
         thought = "A thought."
         said = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{ANSWERS[0]}"}

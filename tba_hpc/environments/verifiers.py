@@ -134,8 +134,8 @@ class Rollout:
     def _ask(self, **order: Any) -> list[Message]:
         """Send an order; return the messages that the next request adds, or [] if the rollout has ended.
 
-        At its end, stores the rollout's reward. Raises RuntimeError if the rollout fails, or ValueError if it
-        rewrites the conversation.
+        Stores the reward of a rollout that has ended. Raises RuntimeError if the rollout fails, or ValueError
+        if it rewrites the conversation.
         """
         line = self._host.ask(self._id, **order)
         if "error" in line:

@@ -50,7 +50,7 @@ class Host(Client):
         os.write(self._out, f"{json.dumps(line)}\n".encode())
 
     async def serve(self) -> None:
-        """Carry out the lines of the input until it ends."""
+        """Carry out each line of the input, until the input ends."""
         async with self.env.serving():
             while line := await asyncio.to_thread(sys.stdin.readline):
                 self._execute(**json.loads(line))

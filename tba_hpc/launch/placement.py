@@ -29,8 +29,8 @@ def refuse_index(config: Config, role: Role, index: int | None) -> None:
 class Placement:
     """Placement of a rank.
 
-    index: number of the rank within its role, from 0. first_gpu: number of its first GPU among those of the
-    node. gpus: how many GPUs it uses. mpi: its MPI world, or None if the run exchanges files.
+    index: number of the rank within its role, from 0. first_gpu: number of its first GPU among the GPUs of
+    the node. gpus: number of GPUs that it uses. mpi: its MPI world, or None if the run has none.
     """
 
     index: int

@@ -72,7 +72,7 @@ class JobState:
     seconds: int = 0
     """Time for which the ranks ran, in seconds."""
     failures: int = 0
-    """Number of failures in a row, without the end of the ranks that ``code`` tells of."""
+    """Number of failures in a row before the ranks ended this time."""
     stop: bool = False
     """True if the job was asked to stop."""
     ending: bool = False

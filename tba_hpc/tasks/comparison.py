@@ -80,7 +80,7 @@ def equal(given: str, gold: str) -> bool:
 
 
 def _same(given: str, gold: str) -> bool:
-    """Return whether two texts, or parts of texts, are equal, after ``notation.in_one_form``."""
+    """Return whether two texts, or parts of texts, in the form of ``notation.in_one_form``, are equal."""
     given, gold = _bare(given), _bare(gold)
     if given == gold:
         return bool(given)

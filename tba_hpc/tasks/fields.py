@@ -45,7 +45,7 @@ class LackingError(Unusable):
     """Raised for a row without a field that a user's function takes.
 
     key: config key and name of the function, as ``key=module:function``. field: name of the field. remedy:
-    end of an error about it.
+    what to do about its lack.
     """
 
     def __init__(self, key: str, field: str, remedy: str) -> None:

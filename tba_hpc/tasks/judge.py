@@ -82,7 +82,7 @@ class Reply(NamedTuple):
 
 
 class JudgeError(RuntimeError):
-    """Raised if a judge gives no reward. The message says what it did instead, without its API key."""
+    """Raised if a judge gives no reward. The message says what it did instead, but not its API key."""
 
 
 class Judge:

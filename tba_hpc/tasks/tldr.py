@@ -5,8 +5,9 @@ A row of the data has ``query`` and ``reference_response``:
     query               SUBREDDIT: r/… TITLE: … POST: … TL;DR:
     reference_response  a summary written by a person, with or without <|endoftext|> at its end
 
-The data are OpenAI's, filtered, from the Hugging Face hub, or local JSONL files with the same two fields. In
-evaluations, which are greedy, a completion wins if the gold reward model prefers it to the person's summary.
+The data are OpenAI's, in filtered form on the Hugging Face hub, or local JSONL files with these two fields.
+In evaluations, which are greedy, a completion wins if the gold reward model prefers it to the summary that
+the person wrote.
 """
 
 from __future__ import annotations
