@@ -162,8 +162,8 @@ class RewardSection(Section):
     OpenAI-style chat endpoint, such as http://host:8000/v1/chat/completions."""
     program: Command = Field(None, min_length=1)
     """Command that is run once per completion, without a shell: a list of words, or one line. The word
-    ``python`` stands for the run's interpreter. Relative paths are looked up like modules. Its time and
-    memory are limited, but its access to files and the network is not (docs/own-task.md)."""
+    ``python`` stands for the run's interpreter. Relative paths are looked up like modules. The program's time
+    and memory are limited, but its access to files and the network is not (docs/own-task.md)."""
     weight: float = 1.0
     """Weight of this reward in the sum of rewards."""
     model: str | None = None
@@ -317,11 +317,11 @@ class LearningRate(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up: constant, or a linear or cosine decay to zero."""
     peak: MayChange[Positive] = 1e-5
-    """Highest learning rate. If a resume changes it, ``tba replay`` uses the new one from the first step."""
+    """Highest learning rate. If a resume changes it, ``tba replay`` uses the new rate from the first step."""
     warmup_steps: int = Field(0, ge=0)
     """Number of steps over which the rate rises linearly from zero."""
     decay: MayChange[tuple[int, int] | None] = None
-    """First and last step of the decay, such as [400, 1000]; train.steps may be less than the last. null:
+    """First and last step of the decay, such as [400, 1000]; the last may be later than train.steps. null:
     from the end of the warm-up to train.steps."""
 
     @model_validator(mode="before")
@@ -413,7 +413,8 @@ class TrainSection(Section):
     beta: Schedule = Field(0.1, validate_default=True)
     """β of the target policy π* ∝ π_ref·exp(r/β): a number, or a schedule of values by step such as
     {0: 1.0, 128: 0.05}, linear between them and constant after the last. With grpo and rloo it weighs a KL
-    term, and 0 leaves this term out. Then set reference to behaviour, so that no second model is loaded."""
+    term, and 0 leaves this term out; in that case set reference to behaviour, so that no second model is
+    loaded."""
     target_temperature: Schedule = Field(1.0, validate_default=True)
     """T in the target policy π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T), where γ is reference_temperature and β is
     beta. A higher T makes π* flatter. A number or a schedule, as for beta."""
@@ -474,8 +475,8 @@ class TrainSection(Section):
 
 
 QUEUE_STALENESS = 8
-"""Default of exchange.max_staleness if the buffer is a queue (buffer.replay_limit=1), in steps. It keeps
-engines about as busy as without a bound, and the data nearly as useful as fresh data."""
+"""Least default of exchange.max_staleness with buffer.replay_limit=1, in steps. This bound keeps engines
+about as busy as without a bound, and the data nearly as useful as fresh data."""
 
 
 class ExchangeSection(Section):
