@@ -501,6 +501,7 @@ def plan_run(
         int | None, typer.Option(min=1, help="GPUs of this machine; default: one per trainer and engine.")
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes, as for tba submit.")] = None,
+    trainer_nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes that train.")] = None,
     prompt_tokens: Annotated[float | None, typer.Option(min=1, help="Mean length of a prompt.")] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -515,6 +516,7 @@ def plan_run(
         gpu=gpu,
         gpus=gpus,
         nodes=nodes,
+        trainer_nodes=trainer_nodes,
         prompt_tokens=prompt_tokens,
         as_json=as_json,
     )

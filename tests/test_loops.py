@@ -112,6 +112,7 @@ class TrainerParts:
         pending: Iterable[Shard] = (),
         job_end: float = math.inf,
         freshness: type[Freshness] = Freshness,
+        elastic_leases: Callable[[], dict[int, int]] = dict,
     ) -> Trainer:
         """Restore the newest checkpoint, if there is one."""
         self.buffer = ReplayBuffer(self.config.buffer, 0, queue=self.config.queue)
@@ -136,6 +137,7 @@ class TrainerParts:
             checkpoints=Checkpoints(self.run, self.config.checkpoint.keep, write_arrays),
             metrics=metrics,
             stop_asked=stop_asked,
+            elastic_leases=elastic_leases,
             job_end=job_end,
         )
 
@@ -840,6 +842,46 @@ def test_completions_that_only_push_others_out_do_not_keep_a_run_waiting(tmp_pat
     )
     with pytest.raises(ExchangeError, match=sentence):
         TrainerParts(config, run).build(Slow(_sealed(config, run, 30))).run()
+
+
+class Silent(Slow):
+    """Brings the first publish's shard, and then no other. Each look at it takes a second."""
+
+    def gather(self) -> bool:
+        """Called in waits alone."""
+        self.looks += 1
+        return True
+
+    def monotonic(self) -> float:
+        """Return the seconds of all looks."""
+        return 1000.0 + self.looks
+
+    def sleep(self, seconds: float) -> None:
+        """Return at once."""
+
+    def time(self) -> float:
+        """Return the same."""
+        return self.monotonic()
+
+
+@pytest.mark.parametrize(("searchers", "present", "times"), [(0, False, 6), (0, True, 1), (1, False, 1)])
+def test_a_trainer_whose_searchers_are_all_elastic_waits_longer_for_one_and_then_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, searchers: int, present: bool, times: int
+) -> None:
+    """After three steps on the only shard; one of the run's own, or one that is present, should answer."""
+    monkeypatch.setattr("tba_hpc.loops.freshness.STEPS_WITHOUT_DATA", 3)
+    monkeypatch.setattr("tba_hpc.loops.freshness.SYNCS_WITHOUT_DATA", 0)
+    launch: dict[str, object] = {"timeout_seconds": 20, "searchers": searchers, "elastic": 1}
+    config = make_config(tmp_path, launch=launch)
+    run = RunDir.create(config)
+    silent = Silent(_sealed(config, run, 1))
+    monkeypatch.setattr("tba_hpc.loops.trainer.time", silent)
+    leases = {5000: 1} if present else {}
+    trainer = TrainerParts(config, run).build(silent, elastic_leases=lambda: leases)
+    sentence = rf"no new one has arrived for {20 * times + 1} s.* add one: tba search"
+    with pytest.raises(ExchangeError, match=sentence):
+        trainer.run()
+    assert _steps_of(run, "waiting") == [3] and latest_checkpoint(run) == run.checkpoints / "step-000003"
 
 
 @dataclass

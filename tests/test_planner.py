@@ -15,7 +15,7 @@ from known_models import KNOWN, cache_shapes
 from typed import tba
 
 from tba_hpc.checks.planner import as_values
-from tba_hpc.checks.planner.advice import advice
+from tba_hpc.checks.planner.advice import MORE_TRAINERS, advice
 from tba_hpc.checks.planner.estimate import (
     SEARCHER,
     TRAINER,
@@ -348,18 +348,18 @@ def _qwen7b(*overrides: str) -> Config:
 def test_advice_omits_what_the_config_does_and_leads_to_a_run_that_fits() -> None:
     """The shipped config has checkpointing and ZeRO-3, and a reference beside each engine."""
     assert _advice() == [
-        f"a trainer takes less with a smaller train.tokens_per_micro_batch (at least 3072), more "
-        f"launch.trainers, {OFFLOAD} or model.lora",
+        f"a trainer takes less with a smaller train.tokens_per_micro_batch (at least 3072), "
+        f"{MORE_TRAINERS}, {OFFLOAD} or model.lora",
         "a searcher takes less with train.reference.scored_by=trainer or a smaller "
         "generator.gpu_memory_utilization",
     ]
     assert _advice("train.reference.scored_by=trainer", "train.tokens_per_micro_batch=3072", OFFLOAD) == []
     assert _advice("train.reference.scored_by=trainer", "train.tokens_per_micro_batch=3072") == [
-        f"a trainer takes less with more launch.trainers, train.reference.scored_by=searcher, {OFFLOAD} or "
+        f"a trainer takes less with {MORE_TRAINERS}, train.reference.scored_by=searcher, {OFFLOAD} or "
         "model.lora"
     ]
     assert _advice("train.tokens_per_micro_batch=3072", OFFLOAD, "launch.trainers=1")[0] == (
-        "a trainer takes less with more launch.trainers or model.lora"
+        f"a trainer takes less with {MORE_TRAINERS} or model.lora"
     )
     assert _advice("generator.gpu_memory_utilization=0.99", "train.reference.scored_by=trainer")[1] == (
         "a searcher takes less with a smaller generator.gpu_memory_utilization"
@@ -376,7 +376,7 @@ def test_advice_omits_what_the_config_does_and_leads_to_a_run_that_fits() -> Non
 def test_advice_never_shrinks_a_cache_that_is_too_small() -> None:
     small = ("generator.gpu_memory_utilization=0.45", "train.tokens_per_micro_batch=4096")
     assert _advice(*small, "train.reference.scored_by=trainer") == [
-        f"a trainer takes less with more launch.trainers, {OFFLOAD} or model.lora",
+        f"a trainer takes less with {MORE_TRAINERS}, {OFFLOAD} or model.lora",
         "a sequence fits into the KV cache with a larger generator.gpu_memory_utilization, more GPUs for an "
         "engine (generator.tensor_parallel) or a smaller model.context_length",
     ]
@@ -414,8 +414,14 @@ def test_the_command_prints_all_and_its_status() -> None:
     assert {device["holds"]: device["count"] for device in values["devices"]} == {"trainer": 1, "searcher": 3}
     named = tba("plan", "math_qwen7b", "--set", "launch.trainers=1")
     assert named.returncode == 1 and "does not fit: h100-80 with trainer" in named.stdout
-    assert "  a trainer takes less with more launch.trainers, " in named.stdout
+    assert f"a trainer takes less with {MORE_TRAINERS}, " in " ".join(named.stdout.split())
     assert "a searcher takes less" not in named.stdout
+
+
+def test_nodes_that_train_are_as_many_as_asked_for() -> None:
+    words = ("plan", "math_qwen7b", "--site", "a100x4-pmix", "--nodes", 4, "--trainer-nodes", 2, "--json")
+    devices = json.loads(tba(*words).stdout)["devices"]
+    assert {device["holds"]: device["count"] for device in devices} == {"trainer": 8, "searcher": 8}
 
 
 def test_a_site_says_how_many_gpus_a_node_has_and_which() -> None:
@@ -443,6 +449,7 @@ def test_a_run_is_planned_like_its_config(tmp_path: Path) -> None:
     [
         (("--gpu", "h100"), "--gpu h100 is not known: valid are t4-16, l4-24, a10-24"),
         (("--nodes", 2), "--nodes 2 has no meaning without a cluster: add --site"),
+        (("--site", "generic", "--trainer-nodes", 2), "--trainer-nodes 2 is a part of a job's nodes: add --"),
         (("--gpus", 2, "--site", "generic"), "--gpus 2 contradicts --site"),
         (("--site", "cpu.yaml"), "gpus_per_node=0, but tba plan estimates only the memory of GPUs: choose a"),
         (("--set", "model.path=org/unknown"), "model.path=org/unknown has no config.json that can be read"),

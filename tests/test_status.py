@@ -219,6 +219,18 @@ def test_a_job_of_the_tool_is_submitted_again_as_it_was(run: RunDir) -> None:
     assert run_state(look(run, queue("TIMEOUT", job="8"))).command == again
 
 
+def test_the_last_failure_is_shown_with_its_reason_once_the_ranks_were_started_again(run: RunDir) -> None:
+    happen(run, time.time() - 60, "start", attempt="attempt-001", trainers=1, searchers=2)
+    happen(run, time.time() - 30, "failed", code=1, sentence="searcher 1 is silent")
+    monitor = look(run)
+    assert "last failure" not in facts(monitor, run_state(monitor)), "the state says it"
+    happen(run, time.time() - 20, "start", attempt="attempt-002", trainers=1, searchers=2)
+    monitor = look(run)
+    assert facts(monitor, run_state(monitor))["last failure"] == "attempt-001: searcher 1 is silent"
+    run.mark_finished()
+    assert "last failure" not in facts(look(run), run_state(look(run)))
+
+
 def test_a_new_job_is_not_judged_by_what_befell_the_one_before(run: RunDir) -> None:
     allocation(run, "allocated", "start", "failed")
     monitor = look(run, queue("PENDING", job="8"))
@@ -449,6 +461,15 @@ def test_an_elastic_searcher_that_has_left_shows_no_speed(run: RunDir) -> None:
     assert monitor.rates == [197.0, 0.0]
 
 
+def test_an_elastic_searcher_that_has_just_come_has_no_speed_yet(run: RunDir) -> None:
+    write(run.metrics_file("searcher", FIRST_ELASTIC), [search(time.time() - 20, 5, 2916.0)])
+    monitor = look(run)
+    monitor.elastic = {FIRST_ELASTIC: Owner(pid=1, host="n4", since=time.time() - 30)}
+    assert facts(monitor, run_state(monitor))["elastic"].endswith(", 2,916 tokens/s")
+    monitor.elastic = {FIRST_ELASTIC: Owner(pid=2, host="n4", since=time.time() - 5)}
+    assert facts(monitor, run_state(monitor))["elastic"] == "searcher 5000 on n4 for 0:05"
+
+
 def test_engines_say_how_far_their_start_is(run: RunDir) -> None:
     """Of this attempt, and until something is generated; a record of a searcher is no completion."""
     now, trainer = time.time(), run.metrics_file("trainer")
@@ -518,6 +539,11 @@ def test_a_run_whose_searchers_are_all_elastic_speaks_of_those_present(tmp_path:
     assert words() == "the trainer starts (resuming at step 3)"
     write(run.metrics_file("trainer"), [{"time": now + 4, "event": "resumed", "step": 3}])
     assert words() == "first completions arrive: training resumes at step 3"
+    write(run.metrics_file("trainer"), [step(4, now + 5), {"time": now + 16, "event": "waiting", "step": 4}])
+    assert words() == "training waits for completions: none came for a while" and monitor.eta is None
+    monitor.elastic = {}
+    assert words() == "training waits for an elastic searcher"
+    assert facts(monitor, run_state(monitor))["elastic"] == "no searcher is present"
 
 
 def test_faults_of_all_attempts_are_counted(run: RunDir) -> None:

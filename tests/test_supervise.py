@@ -78,7 +78,7 @@ def test_the_answer_is_the_last_line_and_its_import_is_light(run: RunDir) -> Non
     logs = run.begin_attempt().resolve()
     done = _command(run, "ended", "code=3", "relaunches=2")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "again 1")
-    assert f"job 7 restart 0] the ranks ended with status 3 (failure 1 in a row): see {logs}" in done.stderr
+    assert f"job 7 restart 0] the ranks failed (1 in a row): exit status 3; see {logs}" in done.stderr
     show = "import sys, tba_hpc.launch.supervise; print(*{name.partition('.')[0] for name in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
     assert not {"numpy", "pydantic", "torch", "yaml"} & {*loaded.stdout.split()}

@@ -552,8 +552,9 @@ class LaunchSection(Section):
     searcher."""
     timeout_seconds: MayChange[Positive] = 600.0
     """Maximum wait for another rank, s; then the run ends and names the rank. A start may take three times as
-    long. An elastic searcher waits six times as long for a trainer whose job is in the queue. After half this
-    time a silent engine is replaced, a full disk ends the run, and a call of a reward is given up."""
+    long. An elastic searcher waits six times as long for a trainer whose job is in the queue, and a trainer
+    without other searchers for an elastic one. After half this time a silent engine is replaced, a full disk
+    ends the run, and a call of a reward is given up."""
 
     @property
     def start_seconds(self) -> float:

@@ -156,7 +156,7 @@ asked_to_stop() {
 
 # Ask the ranks to stop if they have been started and not been asked yet.
 pass_on() {
-    local what="the ranks have up to $SAVE_SECONDS s for a checkpoint"
+    local what="the ranks have up to $SAVE_SECONDS s for a checkpoint, after a preemption only Slurm's GraceTime"
     [ -n "$STEP" ] && [ -z "$GUARD" ] || return 0
     [ "${TRAINERS:-0}" != 0 ] || what="the searchers have up to $SAVE_SECONDS s to seal what is finished"
     say "$what"

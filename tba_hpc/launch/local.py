@@ -532,7 +532,8 @@ def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config, *
     oom_kills: number of processes of this control group that were killed for lack of memory in this attempt.
     """
     refused = refusal(logs)
-    text = refused or first_note(logs, "failed") or failure(logs, world, code, config.launch.trainers)
+    noted = first_note(logs, "failed")
+    text = refused or noted or failure(logs, world, code, config.launch.trainers)
     for rank, frames in [] if refused else late_ranks(logs):
         where = f"{rank} reached no safe point in time; its stack then, innermost call first:"
         text = "\n".join([text, where, *frames])
@@ -547,7 +548,7 @@ def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config, *
         return Exit.REFUSED
     # A rank may end with the status of a refusal although it has refused nothing.
     code = Exit.FAILED if code in (Exit.DONE, Exit.REFUSED) else code
-    log_event(run, "failed", code=code)
+    log_event(run, "failed", code=code, sentence=noted or f"exit status {code}")
     return code
 
 

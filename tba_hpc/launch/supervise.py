@@ -24,7 +24,7 @@ from pathlib import Path
 from tba_hpc.core.wording import count, drop_lost_output
 from tba_hpc.run.events import append_event, this_job
 from tba_hpc.run.files import is_disk_full, listing, publish, write_atomic
-from tba_hpc.run.notes import AT_WORK_FILE, Exit, disk_full, refusal
+from tba_hpc.run.notes import AT_WORK_FILE, Exit, disk_full, first_note, refusal
 
 FIRST_ELASTIC = 5000
 """Number of the first elastic searcher, copied from ``config``, which takes long to import."""
@@ -327,9 +327,10 @@ def ended(job: JobState) -> str:
         return job.refuse(sentence)
     if job.ending:
         return "queue"
-    job.log("failed", code=job.code)
+    why = first_note(logs, "failed") or f"exit status {job.code}"
+    job.log("failed", code=job.code, sentence=why)
     failures = (0 if _progress(job, "start") else job.failures) + 1
-    say(f"the ranks ended with status {job.code} (failure {failures} in a row): see {logs.resolve()}")
+    say(f"the ranks failed ({failures} in a row): {why}; see {logs.resolve()}")
     if job.stop:
         return "queue"
     if failures <= job.relaunches:

@@ -18,7 +18,7 @@ from tba_hpc.config import Config
 from tba_hpc.core import schedules
 from tba_hpc.core.batch import with_reference_power
 from tba_hpc.core.buffer import ReplayBuffer
-from tba_hpc.core.ports import Learner, TrainerExchange
+from tba_hpc.core.ports import ExchangeError, Learner, TrainerExchange
 from tba_hpc.core.prompts import CompletedRequests
 from tba_hpc.core.types import TrajectoryBatch
 from tba_hpc.loops.freshness import Freshness
@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 
 DATA_CHECK_SECONDS = 0.02
 """Pause between two checks of the exchange while the trainer waits, in seconds."""
+
+TELL_SECONDS = 10.0
+"""Time for which a step has waited when the trainer logs an event about it, in seconds."""
 
 MARGIN_SECONDS = 30.0
 """Seconds kept at the end of a job for leaving and requeueing, in addition to a step and unfinished saves."""
@@ -161,23 +164,38 @@ class Trainer:
         """Wait until the buffer has what the next step needs. Returns False if the run must stop instead.
 
         Raises ExchangeError after a timeout without new shards, unless staleness is bounded and there are
-        other searchers to wait for.
+        other searchers to wait for. The state is then saved.
         """
         with self._step_log.clock("wait"):
-            since = time.monotonic()
-            if self.freshness.starved(self.step):
-                log.info("step %d waits for a new shard", self.step)
-                self.log_event("waiting")
+            since, told = time.monotonic(), False
             while self.freshness.missing(self.step) and not self.stopping:
+                waited = time.monotonic() - max(since, self._last_arrival)
+                if not told and (waited > TELL_SECONDS or self.freshness.starved(self.step)):
+                    self._tell_of_wait()
+                    told = True
                 if not self.publish_if_due():
                     self.exchange.gather()
                 self._merge_arrived()
                 self._saving.note()
-                if time.monotonic() - max(since, self._last_arrival) > self._timeout:
-                    self.freshness.exclude_unresponsive(self.step, self._timeout)
+                if waited > self._timeout and (waited > self._elastic_timeout or self.elastic_leases()):
+                    self._give_up_on_silent(waited)
                     since = time.monotonic()
                 time.sleep(DATA_CHECK_SECONDS)
         return not self.stopping
+
+    def _tell_of_wait(self) -> None:
+        """Log that the step waits, unless it is the first one, and engines start or the buffer is filling."""
+        if self.step or (self._last_arrival and not self.freshness.filling(0)):
+            log.info("step %d waits for new completions", self.step)
+            self.log_event("waiting")
+
+    def _give_up_on_silent(self, seconds: float) -> None:
+        """Exclude the searchers that owe answers for ``seconds``. If no others are left, save and raise."""
+        try:
+            self.freshness.exclude_unresponsive(self.step, seconds)
+        except ExchangeError:
+            self._save_last()  # so that the next attempt repeats no step
+            raise
 
     def _merge_arrived(self) -> None:
         """Merge the shards that have arrived, evict what is stale, and note the time of the last arrival.
@@ -204,6 +222,14 @@ class Trainer:
         """Maximum wait for a shard, in seconds. Longer for the first shard, since engines may be starting."""
         launch = self.config.launch
         return launch.timeout_seconds if self._last_arrival else launch.start_seconds
+
+    @property
+    def _elastic_timeout(self) -> float:
+        """Maximum wait, in seconds, for a shard of a run whose searchers are all elastic, and all absent.
+
+        They may have been preempted together, and return.
+        """
+        return 0.0 if self.config.launch.searchers else self.config.launch.elastic_seconds
 
     # --- Sample ---
 

@@ -430,6 +430,8 @@ def _at_work(monitor: RunMonitor) -> RunState:
         case "training":
             still = f", but no step has ended for {monitor.standstill / 60:.0f} min"
             return RunState("training", f"training{still if monitor.standstill else ''}")
+        case "waiting" if monitor.all_elastic and not monitor.elastic:
+            return RunState("training", "training waits for an elastic searcher")
         case "waiting":
             now = monitor.trainer.stretches[-1]
             why = "none came for a while" if now.last > now.first else "the first since the start"

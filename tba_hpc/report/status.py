@@ -128,7 +128,8 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         else "",
         "job": f"{job[0]['job']}{restarts}" if job else "",
         **{ROLES.get(component["id"].partition("+")[2], "ranks"): _component(component) for component in job},
-        "elastic": " · ".join(_elastic(monitor, *one) for one in monitor.elastic.items()),
+        "elastic": " · ".join(_elastic(monitor, *one) for one in monitor.elastic.items())
+        or ("no searcher is present" if monitor.all_elastic and not now.over else ""),
         "ETTR": "" if monitor.ettr is None else f"{percent(monitor.ettr)} of the time, waits included",
         "checkpoint": "" if monitor.saved is None else f"step {monitor.saved}{ago}",
         "postponed": f"{no_room}{trainer.postponed.get('fault')}" if trainer.postponed else "",
@@ -136,10 +137,19 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         "alerts": line(monitor.alerts),
         "set aside": ", ".join(count(number, thing) for thing, number in aside.items() if number),
         "faults": " · ".join(fault_words(monitor.faults)),
+        "last failure": _last_failure(monitor),
         "last record": f"{duration(silence)} ago" if silence is not None else "",
         "next": now.command,
     }
     return {title: text for title, text in found.items() if text}
+
+
+def _last_failure(monitor: RunMonitor) -> str:
+    """Say when and why ranks failed last; "" if they did not, if the state says it, or in a finished run."""
+    failed = [attempt for attempt in monitor.attempts if attempt.outcome == "failed"]
+    if not failed or failed[-1] is monitor.attempt or monitor.finished:
+        return ""
+    return f"{failed[-1].name}: {failed[-1].note}"
 
 
 def _named_rewards(trends: Trends) -> str:
@@ -152,7 +162,8 @@ def _elastic(monitor: RunMonitor, index: int, owner: Owner) -> str:
     """Say where an elastic searcher runs, since when, and how fast."""
     job, stay = f" (job {owner.job})" if owner.job else "", max(0.0, time.time() - owner.since)
     digest = monitor.searchers.get(index)
-    rate = number(digest.last, "search/tokens_per_second", 0.0) if digest else 0.0
+    last = digest.last if digest and number(digest.last, "time", 0.0) >= owner.since else {}
+    rate = number(last, "search/tokens_per_second", 0.0)
     speed = f", {rate:,.0f} tokens/s" if rate else ""
     return f"searcher {index} on {owner.host}{job} for {duration(stay)}{speed}"
 
@@ -161,7 +172,8 @@ def _component(component: QueueEntry) -> str:
     """Return a job component's state with its nodes and the time left, or its expected start."""
     state, nodes, start, left = (component[key] for key in ("state", "nodes", "start", "left"))
     until = f"{left} left" if state == "RUNNING" and left else ""
-    since = f"not before {start.replace('T', ' ')}" if state == "PENDING" and start not in ("", "N/A") else ""
+    expected = state == "PENDING" and start not in ("", "N/A")
+    since = f"expected by {start.replace('T', ' ')}" if expected else ""
     return ", ".join(filter(None, [" ".join(filter(None, [state, nodes])), until, since]))
 
 

@@ -286,5 +286,6 @@ def score_words(summary: Summary, score: Estimate | None, unjudged: int) -> str 
         return None
     aside = f", {count(unjudged, 'answer')} not judged" if unjudged else ""
     if summary.score_name == MEAN_REWARD:
-        return f"{score.value:.3f} ({score.low:.3f} … {score.high:.3f}){aside}"
+        between = "all equal" if score.low == score.high else f"{score.low:.3f} … {score.high:.3f}"
+        return f"{score.value:.3f} ({between}){aside}"
     return f"{percent(score.value)} ({100 * score.low:.1f} … {100 * score.high:.1f}){aside}"

@@ -40,6 +40,7 @@ def plan_run(
     gpu: str | None,
     gpus: int | None,
     nodes: int | None,
+    trainer_nodes: int | None,
     prompt_tokens: float | None,
     as_json: bool,
 ) -> bool:
@@ -48,12 +49,15 @@ def plan_run(
     site: site file, or None for one machine. A run that is larger than a node of the site has trainers and
     searchers on separate nodes. gpu: name of the GPU; None means the kind that the site requests, else
     DEFAULT_GPU. gpus: number of GPUs of the machine; None means as many as the ranks need. nodes: number of
-    nodes of a job, from which the numbers of ranks follow; None takes them from the config. prompt_tokens:
-    mean length of prompts; None means an assumed length. Raises ConfigError for options that contradict each
+    nodes of a job, from which the numbers of ranks follow; None takes them from the config. trainer_nodes:
+    number of these nodes that train; None means one in four. prompt_tokens: mean length of prompts; None
+    means an assumed length. Raises ConfigError for options that contradict each
     other, an unknown model, or a site without GPUs.
     """
     if site is None and nodes is not None:
         raise ConfigError(f"--nodes {nodes} has no meaning without a cluster: add --site")
+    if trainer_nodes is not None and nodes is None:
+        raise ConfigError(f"--trainer-nodes {trainer_nodes} is a part of a job's nodes: add --nodes")
     cluster = load_site(site) if site else None
     if cluster and gpus:
         raise ConfigError(f"--gpus {gpus} contradicts --site, whose gpus_per_node counts: remove one of them")
@@ -64,7 +68,7 @@ def plan_run(
         )
     remarks: tuple[str, ...] = ()
     if cluster and nodes:
-        split = plan(config, cluster, nodes)
+        split = plan(config, cluster, nodes, trainer_nodes)
         remarks = split.remarks
         config = parse_config(config.model_dump(mode="json", exclude_unset=True), split.overrides)
     asked = config.launch.trainers + config.launch.searchers * config.generator.tensor_parallel

@@ -14,6 +14,7 @@ LESS_CACHE = {True: "a smaller generator.kv_cache_mb", False: "a smaller generat
 MORE_CACHE = {True: "a larger generator.kv_cache_mb", False: "a larger generator.gpu_memory_utilization"}
 """Changes of the key that sizes the KV cache, by whether the config sets generator.kv_cache_mb."""
 
+MORE_TRAINERS = "more trainers (launch.trainers or --trainer-nodes)"
 MORE_GPUS = "more GPUs for an engine (generator.tensor_parallel)"
 
 Choices = Iterable[tuple[object, str]]
@@ -61,7 +62,7 @@ def _smaller_trainer(config: Config, found: Estimate) -> Choices:
             train.zero_stage < 3 and (spread or not alone),
             "train.zero_stage=3" + (" with several launch.trainers" if alone else ""),
         ),
-        (train.zero_stage == 3 and spread, "more launch.trainers"),
+        (train.zero_stage == 3 and spread, MORE_TRAINERS),
         (searchers_fit and "reference, loaded when needed" in items, "train.reference.scored_by=searcher"),
         (not train.offloads_optimizer, OFFLOAD),
         (not config.model.lora, "model.lora"),
