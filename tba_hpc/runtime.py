@@ -429,10 +429,11 @@ def _serve(*arguments: Any, seed: int, **keywords: Any) -> Victim:
 
 
 def started(config: Config, searcher: int) -> dict[str, Value]:
-    """Return the metrics record of a searcher's start, with the number of places.
+    """Return the metrics record of the start of the searcher with the number ``searcher``.
 
-    searcher: number of the searcher. The record also has the searcher's ``place`` if that is another number,
-    as for elastic searchers.
+    A searcher's place decides which requests it takes, see ``LaunchSection.place_of``. The record has the
+    number of places as ``searchers``. It has the searcher's own ``place`` only if that differs from the
+    searcher's number, as for elastic searchers.
     """
     place = config.launch.place_of(searcher)
     own = {"place": place} if place != searcher else {}

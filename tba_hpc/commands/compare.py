@@ -78,8 +78,8 @@ def compare(paths: Sequence[Path]) -> list[Compared]:
 def _gaps(data: RunData, first: RunData) -> list[float]:
     """Return by how much a run's final score of each test prompt exceeds the first run's.
 
-    Returns [] if the two runs did not answer the same prompts, or if an answer has no result. If ``data`` is
-    graded, an answer without a reward has no result.
+    Returns [] if the two runs did not answer the same prompts, or if an answer of either was not judged. If
+    the score is the mean reward (``data.graded``), it also returns [] if an answer has no reward.
     """
     after, before = (run.evaluated("test")[-1] for run in (data, first))
     if data.graded and (after.graded, before.graded) != (after.total, before.total):

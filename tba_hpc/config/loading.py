@@ -293,7 +293,10 @@ def _in_a_section(name: str) -> str:
 
 
 def _nearest(names: list[str], section: type[BaseModel] | None) -> str:
-    """Return the end of an error: the key of ``section`` nearest to the last of ``names``, or all keys."""
+    """Return the end of an error message: the key of ``section`` nearest to the last of ``names``.
+
+    It lists all keys of the section if none is near, and is empty if ``section`` is None.
+    """
     if section is None:
         return ""
     valid = list(section.model_fields)

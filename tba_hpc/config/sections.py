@@ -354,7 +354,10 @@ def _schedule(value: Any, info: ValidationInfo) -> tuple[tuple[int, float], ...]
 
 
 def _without_kl(objective: ObjectiveChoice) -> str:
-    """Return the remedy for a train.beta of 0, by which other systems switch the KL term off."""
+    """Return the end of an error message about a train.beta that is too low: what to set instead.
+
+    A user may have set 0 because this leaves out the KL term in other systems.
+    """
     if objective.kl_optional:
         return "0 leaves out the KL term"
     if not objective.weighs_kl:

@@ -106,7 +106,7 @@ class ReplayBuffer:
 
     @property
     def requests(self) -> int:
-        """Number of requests that have live trajectories."""
+        """Number of requests of which at least one trajectory is still in the buffer."""
         return len(self._store.groups)
 
     @property

@@ -36,13 +36,15 @@ Line = dict[str, Any]
 
 
 class Host:
-    """Connection to the process of verifiers. Raises ConfigError if the process ends.
+    """Connection to the process of verifiers, which the constructor starts.
 
-    python, env: see ``Rollout``. tasks: number of tasks to list. The attribute ``tasks`` holds their data.
+    The constructor waits until the process has listed tasks. It raises ConfigError if the process ends first.
+
+    python, env: see ``Rollout``. count: number of tasks to list. tasks: data of each of these tasks.
     """
 
-    def __init__(self, python: str, env: Mapping[str, Any], tasks: int = 0) -> None:
-        words = [python, "-P", str(PROGRAM), json.dumps(env), str(tasks)]
+    def __init__(self, python: str, env: Mapping[str, Any], count: int = 0) -> None:
+        words = [python, "-P", str(PROGRAM), json.dumps(env), str(count)]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._answers: dict[int, queue.SimpleQueue[Line]] = defaultdict(queue.SimpleQueue)
         self.ids = itertools.count(1)
@@ -97,9 +99,10 @@ class Rollout:
         cls._host = Host(cls.python, cls.env)
 
     def reset(self, prompt: list[Message], task: Line, tools: Sequence[Line] = ()) -> None:
-        """Begin the rollout. Raises ValueError if its first request differs from the row.
+        """Begin the rollout of a row. Raises ValueError if its first request is not the one in the row.
 
-        prompt, tools: messages and tools of the first request, by the row. task: data of verifiers' task.
+        The arguments are the row's fields, as the function ``row`` made them. prompt, tools: messages and
+        tools of the rollout's first request to its model. task: data of verifiers' task.
         """
         self._id = next(self._host.ids)
         self._known: list[Message] = []

@@ -356,10 +356,10 @@ class FileTrainerExchange:
 
 
 def _of_earlier_attempt(publication: Publication) -> Publication:
-    """Return a publication for a new attempt, without what a resume may have undone.
+    """Return an earlier attempt's publication without what a resume may have undone, for the new attempt.
 
-    The result asks for no evaluation, has no reference that a step made, permits no requests if their number
-    is limited, and is not the last publication.
+    The result asks for no evaluation and does not count as the run's last. A reference that a step made
+    becomes the initial policy. If the publication limits requests, the result permits none.
     """
     end = None if publication.budget_end is None else 0
     reference = min(0, publication.reference)

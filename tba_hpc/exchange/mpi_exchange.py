@@ -14,12 +14,13 @@ replace weights n − 2, and are written after the round of weights n − 1. Nob
 because:
 
 - Every rank that reads weights holds a *reader* of their file. A searcher's exchange thread opens the reader
-  in the round that brings the weights, and shows the weights to the main thread. At the same time it drops
-  the reader of the previous weights, unless the main thread has taken them. So after the round of weights
-  n − 1 nobody begins to read weights n − 2.
-- The lowest rank of a node confirms the round of weights n − 1 only when nobody reads weights n − 2 any more.
-  If a rank goes on reading, in an evaluation or because its engine is slow, a third file takes the place of
-  the file that it reads.
+  in the round that brings the weights, and offers the weights to the main thread, which takes them when it
+  calls ``poll``. At the same time it drops the reader of the previous weights, unless the main thread has
+  taken them. So after the round of weights n − 1 nobody begins to read weights n − 2.
+- The lowest rank of a node waits until nobody on the node reads weights n − 2 any more, and only then
+  confirms the round of weights n − 1. If a rank still reads them after RELEASE_SECONDS, in an evaluation or
+  because its engine is slow, a third file takes the place of the file that it reads. The node waits longer
+  only while a rank reads the third file, too, or while there is no memory for it.
 
 A searcher confirms a round with weights to evaluate only once its main thread has taken them, so that newer
 weights cannot replace them. If it confirms late, the next round begins late, and the leader tells the other
@@ -425,7 +426,10 @@ class MpiSearcherExchange(_Peer):
         super().__init__(world)
 
     def progress(self) -> Progress:
-        """Return the completed requests and the cursors as they were when this attempt began."""
+        """Return the run's progress as it was when this attempt began.
+
+        It consists of the completed requests and the cursors: how many shards of each searcher are merged.
+        """
         return self._progress
 
     def offer(self, shard: Shard) -> None:

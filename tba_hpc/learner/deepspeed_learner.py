@@ -555,7 +555,11 @@ class _Work:
 
 
 def _packed(batch: TrajectoryBatch, rows: np.ndarray, layout: Layout) -> Packed:
-    """Pack some rows of a batch for one pass. ``place_A`` indexes the tokens of the batch's completions."""
+    """Pack some rows of a batch for one pass of the model.
+
+    ``place_A`` has, for each token of these rows that the policy sampled (A), its index among the tokens of
+    all completions of the batch.
+    """
     some = batch.take(rows)
     packed = pack(
         some.sequences,

@@ -86,10 +86,10 @@ class Trainer:
     def run(self) -> bool:
         """Train to the last step, and save. Returns True if that step was taken, False if stopped before.
 
-        The loop waits for shards until the initial buffer is filled, after a resume, and when none has
-        arrived for many steps. With bounded staleness, a replay limit or a reset reference, it also waits for
-        groups that the next step may learn from. New shards or a stop end these waits. Call
-        ``ending.end_run`` next.
+        Before a step, the loop waits for shards in three cases: the initial buffer is not filled yet; no
+        shard has arrived since a resume, or for many steps; or, with bounded staleness, a replay limit or a
+        reset reference, groups that the step may learn from are missing or overdue. New shards or a stop end
+        a wait; see ``Freshness.missing``. Call ``ending.end_run`` next.
         """
         self._update_reference()  # even if no step is left to take
         self.freshness.begin(self.step, self.completed)

@@ -26,7 +26,7 @@ def mean_score(groups: Groups, weigh: Callable[[Groups], Tensor]) -> Tensor:
     q is the policy that sampled the token (equation 14), and only log π_θ has a gradient. The sum runs over
     the C tokens that are likeliest under q, and over one more that stands for all others. The score of this
     extra token is ∇log(1 − Σ_C π_θ), as if q divided the rest of its mass like π_θ (equation 12). With this
-    choice the mean score is 0 for any C if q = π_θ. It is exact if C is the size of the vocabulary.
+    choice the mean score is 0 for any C if q = π_θ. The mean is exact if C is the size of the vocabulary.
 
     weigh: function from groups to the weights w of their tokens. It is given groups whose tokens are the
     C + 1 candidates of each position in turn, and returns [B, K, L·(C + 1)] or [B, K, 1].

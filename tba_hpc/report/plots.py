@@ -269,7 +269,7 @@ def _lines(ax: Axes, data: RunData, figure: Lines) -> bool:
 
 
 def _overlaid(ax: Axes, runs: Sequence[RunData], figure: Lines) -> bool:
-    """Draw the first metric of a figure for each run."""
+    """Draw the first metric of a figure for each run; return whether any run has values of it."""
     curves = [data.trends.curves.get(figure.lines[0][0], Curve()) for data in runs]
     for index, curve in enumerate(curves):
         (x, y), (color, style) = _columns(curve), run_line(index)

@@ -446,7 +446,7 @@ class RunDir:
 
     @property
     def attempt_number(self) -> int:
-        """Number of the attempt whose folder is ``attempt``, from 1."""
+        """Number of the attempt whose folder is ``attempt``, counted from 1."""
         return int(self.attempt.name.removeprefix("attempt-"))
 
     @property

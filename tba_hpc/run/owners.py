@@ -336,7 +336,10 @@ def _take(run: RunDir, name: str, number: int, me: Owner) -> Path | None:
 
 
 def _publish(mine: Path, me: Owner) -> bool:
-    """Write ``me`` into a claim's file, and remove earlier files; return False if a rival was faster."""
+    """Write ``me`` into the new claim file ``mine``, and remove the files of earlier claims to its name.
+
+    Returns whether ``me`` has the claim: False if a rival was faster, and then no earlier file is removed.
+    """
     try:
         publish(mine, me.to_json().encode(), replace=False)
     except FileExistsError:

@@ -192,9 +192,10 @@ def bracketed(reason: str) -> str:
 
 
 def components(*jobs: str, seconds: float | None = None) -> list[dict[str, str]] | None:
-    """List the components of the jobs with these ids, as ``job_states`` does; None if squeue fails.
+    """List the components of the jobs with these ids, as far as Slurm knows them; None if squeue fails.
 
-    seconds: timeout of squeue; None: SQUEUE_SECONDS.
+    Each component has the keys ``job`` (its job's id) and SQUEUE_FIELDS. seconds: timeout of squeue; None:
+    SQUEUE_SECONDS.
     """
     layout = "|".join(SQUEUE_FIELDS.values())
     command = ("squeue", "--noheader", f"--jobs={','.join(jobs)}", "--states=all", f"--format={layout}")

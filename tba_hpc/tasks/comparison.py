@@ -279,7 +279,7 @@ def _region(sides: list[str], signs: list[str]) -> str | None:
 
 
 def _same_condition(given: list[str], given_sign: str, gold: list[str], gold_sign: str) -> bool:
-    """Return whether one relation, with its two sides and its sign, is a multiple of the other."""
+    """Return whether one relation, with two sides and a sign such as <, is a multiple of the other."""
     left, right = (_value(sides[0]) - _value(sides[1]) for sides in (given, gold))
     ratio = sympy.simplify(left / right)
     if not ratio.is_number or ratio.is_zero or not ratio.is_finite:

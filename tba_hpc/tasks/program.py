@@ -113,7 +113,10 @@ class Keeper:
                 )
 
     def start(self, words: Sequence[str], **options: Any) -> Process:
-        """Start the command ``words`` in the thread, by Popen with ``options``, after ``ensure_started``."""
+        """Start the command ``words``, by Popen with ``options``, in the thread that starts all programs.
+
+        Call ``ensure_started`` before this, since it starts that thread.
+        """
         return self._starter.submit(partial(subprocess.Popen, words, **options)).result(START_SECONDS)
 
 

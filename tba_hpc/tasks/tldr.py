@@ -61,6 +61,8 @@ class TLDR(Rows[None]):
     ) -> None:
         """Make a task from the config's options.
 
+        train_file, test_file: local JSONL files with the rows for training and for tests; None: the hub's
+        data.
         reward_model: model that judges in training. gold_model: model that judges in evaluations; None: the
         reward model.
         eos_penalty: penalty for a completion that does not end by itself. eos_penalty_mode: "replace": its

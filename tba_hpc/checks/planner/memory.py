@@ -225,7 +225,10 @@ def searcher_items(work: Workload, gpu: Gpu) -> Items:
 
 
 def _scoring_bytes(work: Workload, tokens: float) -> float:
-    """Return the bytes that a model of the policy's shape needs for a forward pass over ``tokens`` tokens."""
+    """Return the bytes, besides weights, that the reference needs to compute log π_ref of ``tokens`` tokens.
+
+    The reference has the policy's shape.
+    """
     shape = work.policy
     each = work.weight_bytes * (4 * shape.hidden + 3 * shape.inner * shape.experts_per_token)
     return tokens * each + 2 * min(CHUNK_BYTES["cuda"], 4 * tokens * shape.vocabulary)
