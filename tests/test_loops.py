@@ -884,6 +884,24 @@ def test_a_trainer_whose_searchers_are_all_elastic_waits_longer_for_one_and_then
     assert _steps_of(run, "waiting") == [3] and latest_checkpoint(run) == run.checkpoints / "step-000003"
 
 
+@pytest.mark.parametrize(("step_seconds", "told"), [(0.5, 11), (9.0, 28)])
+def test_a_wait_is_an_event_once_it_is_much_longer_than_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_seconds: float, told: int
+) -> None:
+    """The only shard suffices for a step or two; the next waits for groups."""
+    config = make_config(tmp_path, launch={"timeout_seconds": 60}, buffer={"replay_limit": 2})
+    run = RunDir.create(config)
+    silent, looks = Silent(_sealed(config, run, 2)), list[int]()
+    monkeypatch.setattr("tba_hpc.loops.trainer.time", silent)
+    trainer = TrainerParts(config, run).build(silent)
+    write = trainer._step_log.write
+    monkeypatch.setattr(trainer._step_log, "write", lambda *given: write(*given) * 0 + step_seconds)
+    monkeypatch.setattr(trainer, "_tell_of_wait", lambda: looks.append(silent.looks))
+    with pytest.raises(ExchangeError):
+        trainer.run()
+    assert looks[:1] == [told]
+
+
 @dataclass
 class OneShot:
     """A SearcherExchange that gives the reference's weights once and closes when enough has been offered."""

@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 DATA_CHECK_SECONDS = 0.02
 """Pause between two checks of the exchange while the trainer waits, in seconds."""
 
-TELL_SECONDS = 10.0
-"""Time for which a step has waited when the trainer logs an event about it, in seconds."""
+TELL_SECONDS, USUAL_STEPS = 10.0, 3
+"""Shortest wait of a step about which the trainer logs an event: in seconds, and in usual steps."""
 
 MARGIN_SECONDS = 30.0
 """Seconds kept at the end of a job for leaving and requeueing, in addition to a step and unfinished saves."""
@@ -170,7 +170,7 @@ class Trainer:
             since, told = time.monotonic(), False
             while self.freshness.missing(self.step) and not self.stopping:
                 waited = time.monotonic() - max(since, self._last_arrival)
-                if not told and (waited > TELL_SECONDS or self.freshness.starved(self.step)):
+                if not told and (waited > self._usual_wait or self.freshness.starved(self.step)):
                     self._tell_of_wait()
                     told = True
                 if not self.publish_if_due():
@@ -182,6 +182,11 @@ class Trainer:
                     since = time.monotonic()
                 time.sleep(DATA_CHECK_SECONDS)
         return not self.stopping
+
+    @property
+    def _usual_wait(self) -> float:
+        """Longest wait of a step, in seconds, that is not worth an event: a few times a whole usual step."""
+        return max(TELL_SECONDS, USUAL_STEPS * self.state.train_seconds / max(1, self.step))
 
     def _tell_of_wait(self) -> None:
         """Log that the step waits, unless it is the first one, and engines start or the buffer is filling."""

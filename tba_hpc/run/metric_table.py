@@ -176,8 +176,9 @@ TRAINER_EVENTS = {
     "started": "the trainer's loop begins",
     "resumed": "the loop begins from the checkpoint of ``step``; records of later steps no longer count",
     "filling": "the loop waits for the first completions",
-    "waiting": "a step waits for completions: ten seconds have passed, or it waits for a shard because none "
-    "has come since a resume, or in the last 50 steps (or the last 5 syncs, if that is longer)",
+    "waiting": "a step has waited for completions for ten seconds, and three times as long as a step takes; "
+    "or it waits for a shard because none has come since a resume, or in the last 50 steps (or the last 5 "
+    "syncs, if that is longer)",
     "reset": "the policy became the reference",
     "merged": "a shard entered the buffer: see the fields below",
     "evicted": "trajectories left the buffer as too old, of an old reference, or used up by "
