@@ -78,10 +78,19 @@ def test_the_answer_is_the_last_line_and_its_import_is_light(run: RunDir) -> Non
     logs = run.begin_attempt().resolve()
     done = _command(run, "ended", "code=3", "relaunches=2")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "again 1")
-    assert f"job 7 restart 0] the ranks failed (1 in a row): exit status 3; see {logs}" in done.stderr
+    assert f"job 7 restart 0] the ranks ended with status 3 (failure 1 in a row): see {logs}" in done.stderr
     show = "import sys, tba_hpc.launch.supervise; print(*{name.partition('.')[0] for name in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
     assert not {"numpy", "pydantic", "torch", "yaml"} & {*loaded.stdout.split()}
+
+
+def test_a_failure_is_told_with_the_sentence_that_a_rank_left(run: RunDir) -> None:
+    logs = run.begin_attempt()
+    (logs / "failed-trainer-0000.txt").write_text("searcher 1 is silent\n")
+    done = _command(run, "ended", "code=1", "relaunches=2")
+    assert f"status 1 (failure 1 in a row): searcher 1 is silent; see {logs.resolve()}" in done.stderr
+    last = read_events(run)[-1]
+    assert (last["event"], last["code"], last["sentence"]) == ("failed", 1, "searcher 1 is silent")
 
 
 def test_it_is_a_command_of_tba_as_well(run: RunDir) -> None:

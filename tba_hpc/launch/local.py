@@ -548,7 +548,7 @@ def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config, *
         return Exit.REFUSED
     # A rank may end with the status of a refusal although it has refused nothing.
     code = Exit.FAILED if code in (Exit.DONE, Exit.REFUSED) else code
-    log_event(run, "failed", code=code, sentence=noted or f"exit status {code}")
+    log_event(run, "failed", code=code, **({"sentence": noted} if noted else {}))
     return code
 
 

@@ -327,10 +327,11 @@ def ended(job: JobState) -> str:
         return job.refuse(sentence)
     if job.ending:
         return "queue"
-    why = first_note(logs, "failed") or f"exit status {job.code}"
-    job.log("failed", code=job.code, sentence=why)
+    why = first_note(logs, "failed")
+    job.log("failed", code=job.code, **({"sentence": why} if why else {}))
     failures = (0 if _progress(job, "start") else job.failures) + 1
-    say(f"the ranks failed ({failures} in a row): {why}; see {logs.resolve()}")
+    reason = f"{why}; " if why else ""
+    say(f"the ranks ended with status {job.code} (failure {failures} in a row): {reason}see {logs.resolve()}")
     if job.stop:
         return "queue"
     if failures <= job.relaunches:
