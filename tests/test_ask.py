@@ -192,7 +192,7 @@ def test_a_task_with_an_environment_answers_in_turns(
     assert [reply.text for reply in asked.replies] == [f"{call}42|It is 42."] * 2
     assert len(set(seeds)) == 4
     print_answers(asked)
-    assert "\nnot computed here: task.reward\n" in capsys.readouterr().out
+    assert "\ntba ask does not compute task.reward\n" in capsys.readouterr().out
     assert not ask(str(run.path), "6*7?", chat=False).not_computed  # without the task
 
 

@@ -554,6 +554,30 @@ def test_a_queue_serves_the_prompts_that_have_waited_longest() -> None:
     assert real.sample(7, groups=8, group_size=2).prompt_id_B.tolist() == [6, 7, 8, 9, 10, 11, 6, 7]
 
 
+def test_a_queue_uses_each_request_of_a_prompt_before_it_is_too_old() -> None:
+    """Prompt 0 was asked twice, prompt 1 in between, and prompt 2 later; a step takes four groups of two."""
+    config = BufferSection(capacity_per_prompt=8, replay_limit=1, reward_temperature=None)
+    real = ReplayBuffer(config, 0, queue=True)
+    for request, prompt in enumerate((0, 1, 0, 2)):
+        items = [Item(2 * request + c, prompt, (c, request), request=request) for c in range(2)]
+        real.merge(pack(items), request)
+    batch = real.sample(0, groups=4, group_size=2)
+    assert batch.prompt_id_B.tolist() == [0, 1, 0, 2] and real.evict_used_up(2) == 8
+    assert len(set(batch.record["uid"].tolist())) == 8
+
+
+def test_a_queue_takes_a_request_with_completions_for_two_groups_once_in_a_step() -> None:
+    """Its other completions are for the next step, as if each prompt were asked once."""
+    real = ReplayBuffer(BufferSection(capacity_per_prompt=8, replay_limit=1), 0, queue=True)
+    for prompt in range(2):
+        real.merge(pack([Item(4 * prompt + c, prompt, (c,), request=prompt) for c in range(4)]), prompt)
+    taken = list[int]()
+    for step in range(2):
+        taken += real.sample(step, groups=2, group_size=2).record["uid"].tolist()
+        real.evict_used_up(2)
+    assert sorted(taken) == list(range(8))
+
+
 @pytest.mark.parametrize(
     ("oldest", "newest", "sync", "on_policy"),
     [

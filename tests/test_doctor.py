@@ -898,6 +898,19 @@ def test_a_model_is_found_in_its_folder_or_in_the_cache_of_the_hub(tmp_path: Pat
     _says(check(str(tmp_path), offline), "problem", "has no config.json")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tools", "told"), [("bfloat16", False, 1), ("float32", False, 0), ("bfloat16", True, 0)]
+)
+def test_bfloat16_on_a_machine_without_gpus_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, tools: bool, told: int
+) -> None:
+    if tools:
+        (tmp_path / "nvidia-smi").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    config = parse_config({"model": {"path": "models/tiny", "dtype": dtype}})
+    assert len([*gpus.check_dtype(Facts(config=config))]) == told
+
+
 def test_the_doctor_on_a_laptop(tmp_path: Path) -> None:
     """Without Slurm's commands on PATH."""
     command = [TBA, "doctor", "--run-root", str(tmp_path)]

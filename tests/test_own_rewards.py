@@ -63,6 +63,7 @@ def take(completions, tests): return [takes(completion, tests) for completion in
 def logs(completions, answer, log_extra, **kwargs): return [0.0 for _ in completions]
 def far(completion, zone): return 0
 def unjudged(completions): return [None if one else 0.0 for one in completions]
+def near(completion, answer): return float(completion == anser) if completion else 0.0
 """
 VERIFYING = """
 from math_verify import parse, verify
@@ -623,6 +624,18 @@ def test_a_function_that_gives_no_number_is_named_before_the_start(
         "last raised IndexError: string index out of range (own_rewards.py:8 in last) on empt" in caplog.text
     )
     assert "on empty completions: if it raises during the run" in caplog.text
+
+
+def test_a_function_that_fails_only_on_an_answer_is_told_before_the_run(
+    own: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An empty completion ends it before its error."""
+    make(own, "own_rewards:near").try_rewards()
+    assert "near raised NameError: name 'anser' is not defined" in caplog.text
+    assert "on completions made of the row, such as '#### 0': if it raises during the run" in caplog.text
+    caplog.clear()
+    make(own, "own_rewards:size").try_rewards()
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(

@@ -470,8 +470,8 @@ def test_a_stop_that_came_while_the_script_was_made_is_heard() -> None:
 @pytest.mark.parametrize(
     ("trainers", "said"),
     [
-        (1, "the ranks have up to 9 s for a checkpoint, after a preemption only Slurm's GraceTime"),
-        (0, "the searchers have up to 9 s to seal what is finished"),
+        (1, "the ranks have up to 9 s, or the GraceTime of a preemption, for a checkpoint"),
+        (0, "the searchers have up to 9 s, or the GraceTime of a preemption, to seal what is finished"),
     ],
 )
 def test_who_is_asked_to_stop_is_told_what_for(tmp_path: Path, trainers: int, said: str) -> None:

@@ -468,6 +468,11 @@ def test_an_elastic_searcher_that_has_just_come_has_no_speed_yet(run: RunDir) ->
     assert facts(monitor, run_state(monitor))["elastic"].endswith(", 2,916 tokens/s")
     monitor.elastic = {FIRST_ELASTIC: Owner(pid=2, host="n4", since=time.time() - 5)}
     assert facts(monitor, run_state(monitor))["elastic"] == "searcher 5000 on n4 for 0:05"
+    assert monitor.rates == []
+    engine = {"time": time.time() - 2, "event": "engine", "stage": "importing"}
+    write(run.metrics_file("searcher", FIRST_ELASTIC), [engine])
+    monitor.update()
+    assert facts(monitor, run_state(monitor))["elastic"].endswith("on n4 for 0:05, importing")
 
 
 def test_engines_say_how_far_their_start_is(run: RunDir) -> None:

@@ -36,8 +36,8 @@ def test_the_age_is_the_bound_or_what_two_rounds_take() -> None:
 def test_the_sentence_names_both_products_and_what_to_lower() -> None:
     assert beyond("math_gsm8k", "exchange.max_staleness=12") == (
         "train.learning_rate.peak=1e-05 with data that may be 12 steps old makes rate × age 0.00012, but "
-        "math_gsm8k was tuned at 1e-05 × 3 = 3e-05, and the highest stable rate falls as 1/age: lower the "
-        "rate to 2.5e-06, or exchange.max_staleness"
+        "math_gsm8k is shipped with 1e-05 × 3 = 3e-05, and the highest stable rate falls as 1/age (arXiv "
+        "2607.01083): lower the rate to 2.5e-06, or exchange.max_staleness"
     )
     assert beyond("math_gsm8k", "exchange.sync_every=4").endswith("to 4.3e-06, or exchange.sync_every")
 
@@ -49,6 +49,7 @@ def test_the_sentence_names_both_products_and_what_to_lower() -> None:
         (("model.path=of/ours", "exchange.max_staleness=12"), True),
         (("model.path=of/ours", "exchange.max_staleness=12", "train.objective=topr"), False),
         (("model.path=of/ours", "task.name=jsonl", "exchange.max_staleness=12"), False),
+        (("exchange.max_staleness=12", "train.objective=topr"), False),
         (("model.lora={}", "train.learning_rate.peak=1e-4"), False),
         (("model.lora={}", "train.learning_rate.peak=2e-4"), True),
     ],

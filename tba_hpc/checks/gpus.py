@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tba_hpc.checks.facts import Facts, Finding, ok, problem, warning
 from tba_hpc.checks.machine import SHM
+from tba_hpc.core.own_code import is_own
 from tba_hpc.core.system_libraries import COMPILER, REMEDIES
 
 GPUS = "GPUs"
@@ -53,6 +54,14 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
     yield judge_gpus(facts.site.gpus_per_node, names, driver, newest, error, *installed_torch())
     if names:
         yield from judge_modes(_output("nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"))
+
+
+def check_dtype(facts: Facts) -> Iterator[Finding]:
+    """Check that a machine without NVIDIA's tools does not train in bfloat16, which is slow on CPUs."""
+    model = facts.config.model if facts.config else None
+    if model and model.dtype == "bfloat16" and not is_own(model.path) and shutil.which("nvidia-smi") is None:
+        found = "model.dtype=bfloat16 is several times slower than float32 on most CPUs, and no GPU is here"
+        yield warning("dtype", found, "set model.dtype=float32")
 
 
 def judge_gpus(

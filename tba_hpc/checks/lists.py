@@ -31,6 +31,7 @@ RUN = (
     machine.check_engine,
     machine.check_ports,
     machine.check_packages,
+    gpus.check_dtype,
     config_checks.check_unused,
     config_checks.check_task,
 )
@@ -79,6 +80,7 @@ LAPTOP = (
     mpi_checks.check_mpiexec,
     machine.check_capacity,
     machine.check_ports,
+    gpus.check_dtype,
     *MACHINE,
 )
 """Checks that ``tba doctor`` makes on a machine without Slurm."""

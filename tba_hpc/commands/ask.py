@@ -262,7 +262,7 @@ def print_answers(asked: Asked, *, as_json: bool = False) -> None:
         reward = "" if reply.reward is None else f"[reward {reply.reward:g}]"
         console.print(Indented(Text(" ".join(filter(None, (said, end, reward))))))
     if asked.not_computed:
-        console.print(Text(f"not computed here: {', '.join(asked.not_computed)}", style="dim"))
+        console.print(Text(f"tba ask does not compute {', '.join(asked.not_computed)}", style="dim"))
     console.print(Text(_how(asked), style="dim"))
 
 

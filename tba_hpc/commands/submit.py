@@ -239,8 +239,14 @@ def _done(ready: Ready, job: str | None) -> dict[str, Any]:
         "commands": _commands(ready) if job else {},
         "warnings": [*ready.split.remarks, *(finding.sentence for finding in warnings)] if job else [],
         **asdict(ready.split),
-        "why": f"{ready.split.why}; the config's own numbers of ranks (launch) do not count on a cluster",
+        "why": f"{ready.split.why}{_slots(ready)}; launch.trainers and .searchers do not count in a job",
     }
+
+
+def _slots(ready: Ready) -> str:
+    """Name the slots for elastic searchers; "" if there are none."""
+    slots = ready.run.config().launch.elastic
+    return f", {count(slots, 'slot')} for elastic searchers" if slots else ""
 
 
 def _commands(ready: Ready) -> dict[str, str]:

@@ -5,8 +5,8 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import cycle, islice
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain, cycle, islice
 
 import numpy as np
 
@@ -58,12 +58,17 @@ class Sampler:
         same weights. Each of the two draws of prompts takes every prompt once before it takes one again. A
         batch holds a prompt twice only if there are fewer than B prompts.
 
-        A ``queue`` takes prompts by the version of their oldest trajectory instead, lowest first, and prompts
+        A ``queue`` takes requests by the version of their oldest trajectory instead, lowest first, and those
         with equal versions in the order of arrival. Randomness depends only on (seed, step).
         """
         rng = np.random.default_rng([self._seed, _REPLAY, step])
-        prompts = self._queued(groups) if self._queue else self._drawn(rng, groups)
-        return [row for prompt, new in prompts for row in self._choose(rng, prompt, group_size, recent=new)]
+        if not self._queue:
+            drawn = self._drawn(rng, groups)
+            return [row for prompt, new in drawn for row in self._choose(rng, prompt, group_size, recent=new)]
+        rows = list[Row]()
+        for prompt in self._queued(groups, group_size):
+            rows += self._choose(rng, prompt, group_size, but=set(rows))
+        return rows
 
     def _drawn(self, rng: np.random.Generator, groups: int) -> Iterator[tuple[int, bool]]:
         """Yield a prompt per group, and whether its completions must be "most recent" ones.
@@ -90,16 +95,36 @@ class Sampler:
         record, *_ = self._store.groups[next(reversed(live.values()))]
         return bool(record["sync"][0] == self.sync)
 
-    def _queued(self, groups: int) -> Iterator[tuple[int, bool]]:
-        """Yield a prompt per group, of the oldest weights first, and False: any completion may be drawn."""
-        record = self._store.record()
-        prompts = record["prompt_id"][np.argsort(record["version_oldest"], kind="stable")].tolist()
-        return ((prompt, False) for prompt in islice(cycle(dict.fromkeys(prompts)), groups))
+    def _queued(self, groups: int, group_size: int) -> Iterator[int]:
+        """Yield a prompt per group, of the oldest weights first.
 
-    def _choose(self, rng: np.random.Generator, prompt: int, count: int, *, recent: bool) -> list[Row]:
+        A prompt comes as often as it has requests, and completions for so many groups, but at least once. If
+        that is not enough, all prompts come again.
+        """
+        left = {prompt: len(live) for prompt, live in self._store.live.items()}
+        requests = sorted(self._store.columns(), key=lambda columns: columns[0]["version_oldest"].min())
+        prompts, seen = list[int](), dict[int, None]()
+        for record, *_ in requests:
+            prompt = int(record["prompt_id"][0])
+            if left[prompt] >= group_size or prompt not in seen:
+                prompts.append(prompt)
+                seen[prompt] = None
+                left[prompt] -= group_size
+        return islice(chain(prompts, cycle(seen)), groups)
+
+    def _choose(
+        self,
+        rng: np.random.Generator,
+        prompt: int,
+        count: int,
+        *,
+        recent: bool = False,
+        but: Collection[Row] = (),
+    ) -> list[Row]:
         """Draw ``count`` trajectories of a prompt, among all of them or only the most recent ones.
 
-        To draw without replacement, Gumbel noise is added to the log weights, and the largest sums are taken.
+        but: trajectories to leave out, unless there are no others. To draw without replacement, Gumbel noise
+        is added to the log weights, and the largest sums are taken.
         """
         groups = self._store.groups_of(prompt)
         rows = [(number, row) for number, group in groups.items() for row in range(len(group))]
@@ -107,6 +132,8 @@ class Sampler:
             np.concatenate([group.record[name] for group in groups.values()]) for name in ("reward", "sync")
         )
         among = np.flatnonzero(sync_N == self.sync) if recent else np.arange(len(rows))
+        if but and (free := [place for place in among.tolist() if rows[place] not in but]):
+            among = np.array(free)
         weight = self._weights(reward_N[among], equal=recent)
         log_weight = np.log(np.maximum(weight, np.finfo(weight.dtype).tiny))
         chosen = among[np.argsort(-log_weight - rng.gumbel(size=len(among)))[:count]]

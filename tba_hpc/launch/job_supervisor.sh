@@ -156,9 +156,9 @@ asked_to_stop() {
 
 # Ask the ranks to stop if they have been started and not been asked yet.
 pass_on() {
-    local what="the ranks have up to $SAVE_SECONDS s for a checkpoint, after a preemption only Slurm's GraceTime"
+    local what="the ranks have up to $SAVE_SECONDS s, or the GraceTime of a preemption, for a checkpoint"
     [ -n "$STEP" ] && [ -z "$GUARD" ] || return 0
-    [ "${TRAINERS:-0}" != 0 ] || what="the searchers have up to $SAVE_SECONDS s to seal what is finished"
+    [ "${TRAINERS:-0}" != 0 ] || what="the searchers have up to $SAVE_SECONDS s, or the GraceTime of a preemption, to seal what is finished"
     say "$what"
     repeat_stop "$STEP" >/dev/null 2>&1 &
     GUARD=$!

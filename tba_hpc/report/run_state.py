@@ -194,9 +194,11 @@ class RunMonitor(RunData):
         """Tokens per second of each running searcher, without elastic searchers that have left."""
         silent = max(FRESH_SECONDS, 2 * record_seconds(self.config.launch.places))
         since = max(self._begun, time.time() - silent)
+        arrivals = {i: self.elastic[i].since for i in self.searchers if i in self.elastic}
         there = [i for i in sorted(self.searchers) if not is_elastic(i) or i in self.elastic]
-        records = [self.searchers[i].last for i in there]
-        return series([r for r in records if number(r, "time", 0.0) >= since], "search/tokens_per_second")
+        newest = [(self.searchers[i].last, max(since, arrivals.get(i, 0.0))) for i in there]
+        records = [last for last, first in newest if number(last, "time", 0.0) >= first]
+        return series(records, "search/tokens_per_second")
 
     @property
     def engines(self) -> dict[int, SearcherDigest]:

@@ -159,12 +159,14 @@ def _named_rewards(trends: Trends) -> str:
 
 
 def _elastic(monitor: RunMonitor, index: int, owner: Owner) -> str:
-    """Say where an elastic searcher runs, since when, and how fast."""
+    """Say where an elastic searcher runs, since when, and how fast or how far its engine's start is."""
     job, stay = f" (job {owner.job})" if owner.job else "", max(0.0, time.time() - owner.since)
     digest = monitor.searchers.get(index)
     last = digest.last if digest and number(digest.last, "time", 0.0) >= owner.since else {}
     rate = number(last, "search/tokens_per_second", 0.0)
     speed = f", {rate:,.0f} tokens/s" if rate else ""
+    if digest and digest.stage not in ("", "ready") and digest.stage_since >= owner.since:
+        speed = f", {digest.stage}"
     return f"searcher {index} on {owner.host}{job} for {duration(stay)}{speed}"
 
 

@@ -37,7 +37,10 @@ TRIAL_SECONDS = 10.0
 """Longest wait for the trial call of a function at the start of a run, in seconds."""
 
 TRIAL_COMPLETIONS = 8
-"""Largest number of empty completions in a trial call. Each may cost a request to a judge."""
+"""Largest number of completions in a trial call. Each may cost a request to a judge."""
+
+ANSWERS = ("\\boxed{{{}}}", "{}", "#### {}")
+"""Forms in which completions often give a row's answer."""
 
 SEQUENCES = (str, list)
 """Types of fields that a function can mistake for a list with an item per completion."""
@@ -58,7 +61,7 @@ GIVE = "give a number for each completion"
 """Remedy for functions that return anything but a number for each completion."""
 
 ONE_GROUP = "if it raises during the run, that group is set aside, and ten such groups in a row end the run"
-"""Explanation for functions that raise in the trial call, perhaps only because the text is empty."""
+"""Explanation for functions that raise in a trial call, perhaps only because of the text."""
 
 Answer = tuple[Fields, str]
 """A row, and the text of a completion of its prompt."""
@@ -109,7 +112,7 @@ class Function:
         self._together = first == "completions"
 
     def try_on(self, fields: Fields, seconds: float = math.inf) -> None:
-        """Try the function on a row and empty completions, in a thread, as the scorer calls it.
+        """Try the function on a row, as the scorer calls it: on empty completions, then on likely ones.
 
         A function of ``completions`` may mistake a field for a list with an item per completion. It therefore
         gets more completions than any field has characters or items, but at most TRIAL_COMPLETIONS. If a
@@ -127,6 +130,8 @@ class Function:
         succeeded = self._first_call([(fields, "")] * several, seconds)
         if succeeded and self._together and longest >= several:
             self._second_call(fields, several, seconds)
+        if succeeded:
+            self._answer_call(fields, seconds)
 
     def _first_call(self, answers: Sequence[Answer], seconds: float) -> bool:
         """Call the function for the first time; return whether it gave numbers.
@@ -177,6 +182,21 @@ class Function:
         error = _tried(lambda: self([(cut, "")] * several), min(seconds, TRIAL_SECONDS))[0]
         if isinstance(error, CountError):
             raise ConfigError(str(error))
+
+    def _answer_call(self, fields: Fields, seconds: float) -> None:
+        """Call the function on completions that hold the row's fields in usual forms; warn if that fails.
+
+        An empty completion often ends a function at its first line. seconds: time limit.
+        """
+        given = self.arguments.of(fields).values()
+        values = [value for value in given if isinstance(value, str | int | float)]
+        texts = [form.format(value) for value in values for form in ANSWERS][:TRIAL_COMPLETIONS]
+        error = (
+            texts and _tried(lambda: self([(fields, text) for text in texts]), min(seconds, TRIAL_SECONDS))[0]
+        )
+        if error:
+            on = f"on completions made of the row, such as {texts[-1]!r}"
+            log.warning("%s %s %s: %s", self.key, raised_at(error), on, ONE_GROUP)
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
         """Return a number for each (row, completion). Raises the function's own errors, or NoNumberError."""

@@ -3,7 +3,7 @@
 
 def right(completion, answer):
     """1 where what follows #### is the row's answer."""
-    return float(completion.partition("####")[2].strip() == answer)
+    return float(completion.partition("####")[2].strip() == str(answer))
 
 
 def brief(completions, limit=60):
