@@ -150,11 +150,14 @@ def leading(
     freshness: type[Freshness] = Freshness,
     elastic_leases: Callable[[], dict[int, int]] = dict,
 ) -> Iterator[Trainer]:
-    """Yield a trainer that continues from the newest checkpoint. Within the block, signals ask it to stop.
+    """Yield a trainer that continues from the newest checkpoint, as a context manager.
+
+    Within its block, signals ask the trainer to stop.
 
     open_exchange: function that opens the trainer's end of an exchange, given the run's progress. freshness:
     class that decides which data are too old, and what a step waits for. elastic_leases: function that
-    returns the lease number of each elastic searcher that is ready, by searcher.
+    returns, for each elastic searcher that has loaded weights, the number of its lease, by which it takes
+    part.
     """
     saved, metrics = restore(run, config), trainer_metrics(run)
     pending = _pending_shards(run, config).read_all(saved.state.cursors)

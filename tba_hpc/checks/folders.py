@@ -160,9 +160,10 @@ def judge_clocks(stamps: Mapping[str, float]) -> Iterator[Finding]:
 def judge_kind(root: Path, kind: str, *, shared: bool, several: bool = True, seen: bool = False) -> Finding:
     """Return the finding on whether the file system of ``root`` is persistent, and may be seen by all nodes.
 
-    shared: whether other machines must see ``root``. several: whether the job has several nodes. If both are
-    true, a ``root`` in the memory of one machine is a problem, not only a warning. seen: whether a node is
-    known to see ``root``; a local file system must then be exported to the nodes.
+    kind: type of the file system, such as nfs or tmpfs. shared: whether other machines must see ``root``.
+    several: whether the job has several nodes. If both are true, a ``root`` in the memory of one machine is a
+    problem, not only a warning. seen: whether a node is known to see ``root``. Then a file system
+    that is local to this machine, such as ext4, causes no warning, since it must be exported to the nodes.
     """
     remedy = "put runs on a file system that all nodes share: --run-root"
     if shared and kind in IN_MEMORY:

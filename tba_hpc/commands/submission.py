@@ -320,9 +320,9 @@ def _by_hand(run: RunDir, site: Path, nodes: int) -> str:
 
 
 def _typed() -> list[object]:
-    """Return the words of the user's command, ``tba submit`` or tools/submit.py, without its options.
+    """Return the user's command, ``tba submit`` or tools/submit.py, as words without options.
 
-    Paths in the command are made absolute, so that it works in any folder.
+    A command to be typed later begins with them. Paths are made absolute, so that it works in any folder.
     """
     program = Path(sys.argv[0]).absolute()
     if program.name == "__main__.py":

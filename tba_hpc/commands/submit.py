@@ -214,7 +214,10 @@ def _submit(ready: Ready) -> str:
 
 
 def _ends_well(run: RunDir, job: str | None) -> bool:
-    """Wait until the run's job has ended; return whether the run is finished. job: None without a job."""
+    """Wait until the run's job has ended; return whether the run is finished.
+
+    job: id of the job; None if nothing was submitted, since the run was finished already.
+    """
     if job is None:
         return True
     state = slurm_queue.await_job(run)

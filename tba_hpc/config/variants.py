@@ -50,8 +50,9 @@ class Section(BaseModel):
 class ObjectiveSection(Section):
     """A loss over whole groups, with properties that other keys depend on.
 
-    policy_gradient: whether the loss is unbiased only if groups are distributed like samples of the policy.
-    own_samples: whether completions must be samples of the policy itself, at its own temperature.
+    policy_gradient: whether the loss is biased if it does not get completions as often as they are sampled,
+    but those with high rewards more often, for example. own_samples: whether it is biased if completions are
+    not sampled from the policy's own distribution, but with top_p or at another temperature, for example.
     takes_bound: whether train.ratio_bound may be set, because the loss itself does not limit stale data.
     tapered: whether train.ratio_bound is taper by default. weighs_kl: whether the loss has a KL term to the
     reference. kl_optional: whether β only weighs this term, so that β = 0 leaves the term out. normaliser:

@@ -182,10 +182,11 @@ class Task(ABC):
         return generator
 
     def question(self, text: str) -> Prompt:
-        """Return the prompt of a conversation about a question that a user asks by ``tba ask``.
+        """Return the prompt of a conversation that begins with a user's question. ``tba ask`` calls this.
 
-        text: the question, or a JSON object with the fields of a row of the task's data. Only called if
-        ``converse`` returns another generator than it was given.
+        Only a task that overrides ``converse`` needs this method. Raises ConfigError if no conversation can
+        begin with the question. text: the question, or a JSON object with the fields of a row of the task's
+        data.
         """
         raise NotImplementedError
 

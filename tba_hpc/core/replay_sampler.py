@@ -96,10 +96,10 @@ class Sampler:
         return bool(record["sync"][0] == self.sync)
 
     def _queued(self, groups: int, group_size: int) -> Iterator[int]:
-        """Yield a prompt per group, of the oldest weights first.
+        """Yield the prompt of each group of a batch, in the order of their requests: oldest weights first.
 
-        A prompt comes as often as it has requests, and completions for so many groups, but at least once. If
-        that is not enough, all prompts come again.
+        A prompt comes once for each of its requests, but no more often than it has ``group_size`` completions
+        for each time, and at least once. If that makes too few groups, the prompts are repeated.
         """
         left = {prompt: len(live) for prompt, live in self._store.live.items()}
         requests = sorted(self._store.columns(), key=lambda columns: columns[0]["version_oldest"].min())

@@ -81,13 +81,16 @@ class Ready(Message):
 
 
 class Refused(Message):
-    """Answer that vLLM does not accept the settings. reason: vLLM's error, in one sentence."""
+    """Last answer of an engine whose settings vLLM does not accept. reason: vLLM's error, in one sentence."""
 
     reason: str
 
 
 class Broken(Message):
-    """Answer that a part of vLLM cannot be imported here, at the start or later. reason: the ImportError."""
+    """Last answer of an engine that could not import a part of vLLM, at the start or later.
+
+    reason: the ImportError, in one sentence.
+    """
 
     reason: str
 
@@ -99,14 +102,14 @@ class Died(Message):
 
 
 class Loaded(Message):
-    """Answer that the weights of ``version`` are in use. seconds: how long sampling was interrupted."""
+    """Answer when the weights of ``version`` are in use. seconds: how long sampling was interrupted."""
 
     version: int
     seconds: float
 
 
 class Misfit(Message):
-    """Answer that vLLM's model did not accept all of the last weights.
+    """Answer when vLLM's model did not accept all of the last weights.
 
     reason: cause and remedy, as the rest of a sentence that begins with "its model".
     """

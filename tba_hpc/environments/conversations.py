@@ -276,7 +276,10 @@ class Conversations:
         self._work(episode, self._act(episode, text, completion), self._acted)
 
     def _act(self, episode: Episode, text: str, turn: Completion) -> Callable[[], Reaction]:
-        """Return the call by which the session reacts to a turn, given as text and as sampled."""
+        """Return a function by which the episode's session reacts to a turn; ``_work`` calls it in a thread.
+
+        text, turn: the turn, decoded and as sampled.
+        """
         return partial(episode.session.act, text, tuple(episode.messages))
 
     def _acted(self, episode: Episode, reaction: Reaction) -> None:

@@ -71,7 +71,11 @@ class ChatMessage(BaseModel):
 
     @property
     def plain(self) -> Message:
-        """The message as templates take it, with the model's text stripped, because some clients strip it."""
+        """The message as chat templates take it, a dict without the keys that are None.
+
+        Whitespace at both ends of the model's text is removed. Some programs remove it when they send the
+        message back in a later request, and it must still equal the message that the model gave.
+        """
         own = {"content": self.content.strip()} if self.role == "assistant" else {}
         return self.model_dump(exclude_none=True) | own
 

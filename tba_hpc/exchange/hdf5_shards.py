@@ -489,7 +489,10 @@ class PendingShards:
         return end
 
     def _load(self, path: Path) -> Shard | None:
-        """Read a shard; None if it has been or is now set aside. Raises AnotherVersionError or OSError."""
+        """Read a shard; None if its file is unusable. Raises AnotherVersionError or OSError.
+
+        An unusable file is set aside: renamed, so that nobody reads it again. Another rank may have done so.
+        """
         shard = None
         for last in (False, True):  # twice, because this machine may have cached old contents of the file
             try:

@@ -76,7 +76,10 @@ class Purpose(IntEnum):
 
 
 class Status(IntEnum):
-    """A rank's answer at the end of a round."""
+    """A rank's answer to the leader at the end of a round.
+
+    CONFIRMED: the rank is ready for the next round. Until then, BUSY is sent now and then, as a sign of life.
+    """
 
     CONFIRMED = 1
     BUSY = 2  # alive, but not ready to confirm the round: see ``_until_free``

@@ -397,7 +397,7 @@ def _read(note: Path) -> str:
 
 
 def _draw(job: JobState) -> None:
-    """Write the report of the run, for which the ranks had no time."""
+    """Write the report of a stopped run, whose ranks leave it to the launcher, since it may take long."""
     from tba_hpc.report.page import write_report
     from tba_hpc.run.directory import RunDir
 

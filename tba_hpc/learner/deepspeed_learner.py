@@ -555,10 +555,10 @@ class _Work:
 
 
 def _packed(batch: TrajectoryBatch, rows: np.ndarray, layout: Layout) -> Packed:
-    """Pack some rows of a batch for one pass of the model.
+    """Pack the trajectories ``rows`` of a batch for one pass of the model.
 
-    ``place_A`` has, for each token of these rows that the policy sampled (A), its index among the tokens of
-    all completions of the batch.
+    Each of their tokens that the policy sampled has an entry in ``place_A`` of the result: its index among
+    the tokens of all the batch's completions, not only of those in ``rows``.
     """
     some = batch.take(rows)
     packed = pack(

@@ -403,5 +403,5 @@ class RolloutBudget:
 
 
 def _only(place: int) -> range:
-    """Return the set of places that contains only this one."""
+    """Return the set of places, as a range, that contains only ``place``, which one elastic searcher has."""
     return range(place, place + 1)

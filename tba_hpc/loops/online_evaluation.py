@@ -36,13 +36,13 @@ class Share:
 
 @dataclass
 class OnlineEvaluator:
-    """A searcher's part in evaluations: it issues requests, and counts their answers once they are judged.
+    """Issues one searcher's requests in evaluations, and counts their answers once they are judged.
 
     searcher: index of this searcher among the ``searchers`` that evaluate. max_tokens: token limit of an
     answer. limits: number of prompts used per split; None: all. done: function from a split and the step of
-    the weights to the part that an earlier attempt finished, or None. decode: function from tokens to text;
-    None: no answers are kept. kept: answers to prompts with ids below this are kept as text. unanswered:
-    number of answers still to be generated.
+    the weights to this searcher's part of the result, if an earlier attempt has finished it, otherwise None.
+    decode: function from tokens to text; None: no answers are kept. kept: answers to prompts with ids below
+    this are kept as text. unanswered: number of answers still to be generated.
     """
 
     task: Task

@@ -119,7 +119,7 @@ class EngineCheck:
     answers: list[Group] = field(default_factory=list)
 
     def complete(self, answer: Group) -> bool:
-        """Add an answer if these weights alone sampled it; return whether there are enough now."""
+        """Add an answer if ``weights`` sampled all of it; return whether ``wanted`` answers are collected."""
         if (answer.versions == self.weights.publication.version).all():
             self.answers.append(answer)
         return len(self.answers) == self.wanted
@@ -304,7 +304,10 @@ class Scorer:
         return Rewarded(group, [rewards[row] for row in kept], parts, sums)
 
     def _store(self, one: Rewarded, ref_logprobs: list[np.ndarray]) -> Sums:
-        """Append a group to the open shard; return its sums."""
+        """Append a group to the open shard; return sums over its completions and tokens, for the metrics.
+
+        ref_logprobs: for each completion the values to record as log π_ref, float32 [T].
+        """
         group = one.group
         self._shards.append(group, one.rewards, ref_logprobs, reference=self._step)
         tempered = self._temperature not in (None, group.request.sampling.temperature)

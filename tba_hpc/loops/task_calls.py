@@ -65,7 +65,10 @@ class TaskCalls:
         self._worker.close(0)
 
     def _abandon(self, what: str) -> None:
-        """Leave the thread of a hanging call behind. Raises OverranError, or ConfigError at MOST_HANGING."""
+        """Leave the thread of a hanging call behind, and raise the error of this call.
+
+        It is an OverranError, or a ConfigError for hanging call number MOST_HANGING. what: the call in words.
+        """
         line, stack = where_is(self._worker.ident)
         error = OverranError(f"ran for {self._seconds:g} s, last at {line}")
         error.add_note(stack)

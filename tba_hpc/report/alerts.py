@@ -65,7 +65,10 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Data that a rule looks at. evaluations: complete evaluations of both splits, in any order."""
+    """Data by which a rule decides whether there is an alert.
+
+    evaluations: complete evaluations of both splits, in any order.
+    """
 
     trainer: TrainerDigest
     config: Config

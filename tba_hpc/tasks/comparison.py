@@ -209,9 +209,10 @@ def _all_are(sides: list[str], value: str) -> bool:
 
 
 def _unnamed(sides: list[str], value: str) -> list[str]:
-    """Remove all sides at the start of an equation that only name the value.
+    """Return the sides of an equation without those that only name ``value``, the value to compare with.
 
-    If exactly two sides then remain, and the last only names the value, it is removed, too.
+    Such sides are removed from the start, as x and f(x) are from x = f(x) = 5, but one side always remains.
+    If exactly two remain, and the last of them is only a name, it is removed, too, as x is from 5 = x.
     """
     while len(sides) > 1 and _names(sides[0], value):
         sides = sides[1:]

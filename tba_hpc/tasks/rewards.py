@@ -241,8 +241,9 @@ CALL_REFUSED = re.compile(r"required (?:positional|keyword-only) argument|unexpe
 def _tried(call: Callable[[], object], seconds: float) -> tuple[BaseException | None, bool, str]:
     """Make a call in a thread, and wait for it up to ``seconds``.
 
-    Returns three things: the exception that the call raised, or None; whether it tried to handle signals,
-    even if it caught the error; and the line that it is still executing, or "" if it has ended.
+    Returns three things: the exception that the call raised, or None; whether it tried to set a signal
+    handler; and the line that it is still executing, or "" if it has ended. Python refuses signal handlers
+    outside the main thread by an error, which the call may have caught.
     """
     signals = list[object]()
 

@@ -226,9 +226,10 @@ def boxed(text: str) -> str | None:
 
 
 def _bare(text: str) -> str:
-    """Return a TeX command's argument that is not in braces, from the start of a text.
+    r"""Return the content of a box without braces, such as 2 of ``\boxed 2.``
 
-    Punctuation at its end is left off. The result is "" if there is no such argument.
+    text: what follows the box's command. Punctuation at the content's end is left off. The result is "" if
+    there is no content.
     """
     match = BARE.match(text)
     return match[0].rstrip(".,;:") if match else ""
