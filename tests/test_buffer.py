@@ -555,9 +555,23 @@ def test_a_queue_serves_the_prompts_that_have_waited_longest() -> None:
 
 
 def test_a_queue_uses_each_request_of_a_prompt_before_it_is_too_old() -> None:
-    """Prompt 0 was asked twice, prompt 1 in between, and prompt 2 later; a step takes four groups of two."""
-    config = BufferSection(capacity_per_prompt=8, replay_limit=1, reward_temperature=None)
-    real = ReplayBuffer(config, 0, queue=True)
+    """Prompt 0 was asked twice, prompt 1 in between, and prompt 2 later; the second answers are better."""
+    config = BufferSection(capacity_per_prompt=8, replay_limit=1)
+    real, taken = ReplayBuffer(config, 0, queue=True), list[int]()
+    for request, prompt in enumerate((0, 1, 0, 2)):
+        items = [
+            Item(2 * request + c, prompt, (c, request), reward=float(request), request=request)
+            for c in range(2)
+        ]
+        real.merge(pack(items), request)
+    for step in range(4):
+        taken += real.sample(step, groups=1, group_size=2).record["request_id"].tolist()
+        assert real.evict_used_up(2) == 2
+    assert taken == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_queue_takes_two_requests_of_a_prompt_in_a_step_and_no_trajectory_twice() -> None:
+    real = ReplayBuffer(BufferSection(capacity_per_prompt=8, replay_limit=1), 0, queue=True)
     for request, prompt in enumerate((0, 1, 0, 2)):
         items = [Item(2 * request + c, prompt, (c, request), request=request) for c in range(2)]
         real.merge(pack(items), request)

@@ -884,6 +884,82 @@ def test_a_trainer_whose_searchers_are_all_elastic_waits_longer_for_one_and_then
     assert _steps_of(run, "waiting") == [3] and latest_checkpoint(run) == run.checkpoints / "step-000003"
 
 
+class Returning(Silent):
+    """After some looks an elastic searcher is present, and brings shards from its fifteenth look on."""
+
+    def gather(self) -> bool:
+        """Called in waits alone."""
+        if self.looks >= self.returns + 15 and self._published < len(self._shards):
+            self._arrived.append(self._shards[self._published])
+            self._published += 1
+        return super().gather()
+
+    returns = 50
+
+    def leases(self) -> dict[int, int]:
+        """Return the lease of the searcher once it is back."""
+        return {5000: 1} if self.looks >= self.returns else {}
+
+
+def test_an_elastic_searcher_that_comes_back_has_time_to_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The timeout of 20 looks has passed twice when it comes, and it needs fifteen more."""
+    monkeypatch.setattr("tba_hpc.loops.freshness.STEPS_WITHOUT_DATA", 3)
+    monkeypatch.setattr("tba_hpc.loops.freshness.SYNCS_WITHOUT_DATA", 0)
+    launch: dict[str, object] = {"timeout_seconds": 20, "searchers": 0, "elastic": 1}
+    config = make_config(tmp_path, train={"steps": 6}, launch=launch)
+    run = RunDir.create(config)
+    back = Returning(_sealed(config, run, 4))
+    monkeypatch.setattr("tba_hpc.loops.trainer.time", back)
+    trainer = TrainerParts(config, run).build(back, elastic_leases=back.leases)
+    assert trainer.run() and back.looks >= back.returns + 15
+
+
+def test_a_shard_that_arrives_as_the_time_is_up_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer was stopped for an hour, and the shard lies there when it goes on."""
+    monkeypatch.setattr("tba_hpc.loops.freshness.STEPS_WITHOUT_DATA", 3)
+    monkeypatch.setattr("tba_hpc.loops.freshness.SYNCS_WITHOUT_DATA", 0)
+    config = make_config(tmp_path, train={"steps": 6}, launch={"timeout_seconds": 20})
+    run = RunDir.create(config)
+
+    class Stopped(Slow):
+        """Every look finds a shard, an hour later."""
+
+        def gather(self) -> bool:
+            self.looks += 1
+            self._arrived.append(self._shards[self._published])
+            self._published += 1
+            return True
+
+        def monotonic(self) -> float:
+            return 3600.0 * (1 + self.looks)
+
+        time, sleep = monotonic, lambda self, seconds: None
+
+    stopped = Stopped(_sealed(config, run, 4))
+    monkeypatch.setattr("tba_hpc.loops.trainer.time", stopped)
+    assert TrainerParts(config, run).build(stopped).run()
+
+
+def test_the_silence_is_told_even_if_the_state_cannot_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tba_hpc.loops.freshness.STEPS_WITHOUT_DATA", 3)
+    monkeypatch.setattr("tba_hpc.loops.freshness.SYNCS_WITHOUT_DATA", 0)
+    config = make_config(tmp_path, launch={"timeout_seconds": 20})
+    run = RunDir.create(config)
+    silent = Silent(_sealed(config, run, 1))
+    monkeypatch.setattr("tba_hpc.loops.trainer.time", silent)
+    trainer = TrainerParts(config, run).build(silent)
+    monkeypatch.setattr(trainer, "_save_last", lambda: 1 / 0)
+    with pytest.raises(ExchangeError, match="got no shard in the last 3 steps"):
+        trainer.run()
+    assert "the state of step 3 could not be saved" in caplog.text
+
+
 @pytest.mark.parametrize(("step_seconds", "told"), [(0.5, 11), (9.0, 28)])
 def test_a_wait_is_an_event_once_it_is_much_longer_than_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_seconds: float, told: int
@@ -894,12 +970,18 @@ def test_a_wait_is_an_event_once_it_is_much_longer_than_a_step(
     silent, looks = Silent(_sealed(config, run, 2)), list[int]()
     monkeypatch.setattr("tba_hpc.loops.trainer.time", silent)
     trainer = TrainerParts(config, run).build(silent)
-    write = trainer._step_log.write
+    write, log_event = trainer._step_log.write, trainer.log_event
+
+    def note(event: str) -> None:
+        if event == "waiting":
+            looks.append(silent.looks)
+        log_event(event)
+
     monkeypatch.setattr(trainer._step_log, "write", lambda *given: write(*given) * 0 + step_seconds)
-    monkeypatch.setattr(trainer, "_tell_of_wait", lambda: looks.append(silent.looks))
+    monkeypatch.setattr(trainer, "log_event", note)
     with pytest.raises(ExchangeError):
         trainer.run()
-    assert looks[:1] == [told]
+    assert looks == [told]
 
 
 @dataclass

@@ -224,6 +224,8 @@ def test_the_last_failure_is_shown_with_its_reason_once_the_ranks_were_started_a
     happen(run, time.time() - 30, "failed", code=1, sentence="searcher 1 is silent")
     monitor = look(run)
     assert "last failure" not in facts(monitor, run_state(monitor)), "the state says it"
+    monitor = look(run, queue("RUNNING"))
+    assert facts(monitor, run_state(monitor))["last failure"].endswith("searcher 1 is silent")
     happen(run, time.time() - 20, "start", attempt="attempt-002", trainers=1, searchers=2)
     monitor = look(run)
     assert facts(monitor, run_state(monitor))["last failure"] == "attempt-001: searcher 1 is silent"

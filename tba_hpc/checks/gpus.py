@@ -21,6 +21,9 @@ from tba_hpc.checks.machine import SHM
 from tba_hpc.core.own_code import is_own
 from tba_hpc.core.system_libraries import COMPILER, REMEDIES
 
+DEVICES = ("/dev/nvidiactl", "/dev/kfd")
+"""Device files of the drivers of GPUs, by NVIDIA and AMD."""
+
 GPUS = "GPUs"
 """Name of the findings about GPUs."""
 
@@ -57,11 +60,16 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def check_dtype(facts: Facts) -> Iterator[Finding]:
-    """Check that a machine without NVIDIA's tools does not train in bfloat16, which is slow on CPUs."""
+    """Check that a machine without a GPU does not train in bfloat16, which is slow on CPUs."""
     model = facts.config.model if facts.config else None
-    if model and model.dtype == "bfloat16" and not is_own(model.path) and shutil.which("nvidia-smi") is None:
+    if model and model.dtype == "bfloat16" and not is_own(model.path) and not _may_have_gpu():
         found = "model.dtype=bfloat16 is several times slower than float32 on most CPUs, and no GPU is here"
         yield warning("dtype", found, "set model.dtype=float32")
+
+
+def _may_have_gpu() -> bool:
+    """Return whether this machine has NVIDIA's tools, or a device file of a GPU by NVIDIA or AMD."""
+    return shutil.which("nvidia-smi") is not None or any(Path(device).exists() for device in DEVICES)
 
 
 def judge_gpus(

@@ -17,7 +17,7 @@ INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 PARTS = {
     "config.json": ("config.json",),
     "weights (*.safetensors or *.bin)": ("*.safetensors", "*.bin"),
-    "tokenizer": ("tokenizer*", "vocab*", "*.model"),
+    "tokenizer": ("tokenizer*", "vocab*", "*.model", "tekken.json", "*.tiktoken"),
 }
 """Parts of a model's folder, with the patterns of files of which one must be there."""
 

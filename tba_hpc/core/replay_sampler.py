@@ -5,13 +5,14 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, cycle, islice
 
 import numpy as np
 
 from tba_hpc.config import BufferSection
 from tba_hpc.core.live_store import LiveStore, Row
+from tba_hpc.core.types import Trajectories
 
 _REPLAY = int.from_bytes(b"replay")  # keeps this random stream apart from others of the same seed
 
@@ -65,9 +66,10 @@ class Sampler:
         if not self._queue:
             drawn = self._drawn(rng, groups)
             return [row for prompt, new in drawn for row in self._choose(rng, prompt, group_size, recent=new)]
-        rows = list[Row]()
+        rows, taken = list[Row](), set[Row]()
         for prompt in self._queued(groups, group_size):
-            rows += self._choose(rng, prompt, group_size, but=set(rows))
+            rows += self._choose(rng, prompt, group_size, taken=taken)
+            taken.update(rows[-group_size:])
         return rows
 
     def _drawn(self, rng: np.random.Generator, groups: int) -> Iterator[tuple[int, bool]]:
@@ -119,12 +121,13 @@ class Sampler:
         count: int,
         *,
         recent: bool = False,
-        but: Collection[Row] = (),
+        taken: Set[Row] | None = None,
     ) -> list[Row]:
         """Draw ``count`` trajectories of a prompt, among all of them or only the most recent ones.
 
-        but: trajectories to leave out, unless there are no others. To draw without replacement, Gumbel noise
-        is added to the log weights, and the largest sums are taken.
+        taken: in a queue, the trajectories that the batch holds already. Then the draw is among the others of
+        the oldest requests, of as many requests as needed. To draw without replacement, Gumbel noise is added
+        to the log weights, and the largest sums are taken.
         """
         groups = self._store.groups_of(prompt)
         rows = [(number, row) for number, group in groups.items() for row in range(len(group))]
@@ -132,8 +135,8 @@ class Sampler:
             np.concatenate([group.record[name] for group in groups.values()]) for name in ("reward", "sync")
         )
         among = np.flatnonzero(sync_N == self.sync) if recent else np.arange(len(rows))
-        if but and (free := [place for place in among.tolist() if rows[place] not in but]):
-            among = np.array(free)
+        if taken is not None:
+            among = _oldest(groups, rows, taken, count)
         weight = self._weights(reward_N[among], equal=recent)
         log_weight = np.log(np.maximum(weight, np.finfo(weight.dtype).tiny))
         chosen = among[np.argsort(-log_weight - rng.gumbel(size=len(among)))[:count]]
@@ -159,6 +162,21 @@ class Sampler:
         self.sync = sync
         self._everyone = _Draw(arrays["everyone_waiting"], arrays["everyone_drawn"])
         self._recent = _Draw(arrays["recent_waiting"], arrays["recent_drawn"])
+
+
+def _oldest(
+    groups: Mapping[int, Trajectories], rows: Sequence[Row], taken: Set[Row], count: int
+) -> np.ndarray:
+    """Return the places of rows of the oldest groups, as many groups as have ``count`` rows not in ``taken``.
+
+    groups: a prompt's groups by number. rows: their rows. Returns all places, ascending, if none is free.
+    """
+    found = list[int]()
+    for number in sorted(groups, key=lambda number: groups[number].record["version_oldest"].min()):
+        found += [place for place, row in enumerate(rows) if row[0] == number and row not in taken]
+        if len(found) >= count:
+            break
+    return np.array(sorted(found) or range(len(rows)))
 
 
 class _Draw:

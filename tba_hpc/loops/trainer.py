@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import KW_ONLY, InitVar, dataclass, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 
 import numpy as np
 
@@ -65,6 +65,7 @@ class Trainer:
     stop_asked: Callable[[], bool]
     elastic_leases: Callable[[], dict[int, int]] = dict
     job_end: float = math.inf
+    _leases: dict[int, int] = field(default_factory=dict)  # of the elastic searchers that are present
     _last_arrival: float = 0.0  # when new completions arrived last, by the monotonic clock; 0: never
 
     def __post_init__(self, saved: TrainerState) -> None:
@@ -167,39 +168,60 @@ class Trainer:
         other searchers to wait for. The state is then saved.
         """
         with self._step_log.clock("wait"):
-            since, told = time.monotonic(), False
+            since = present = time.monotonic()
+            told = False
             while self.freshness.missing(self.step) and not self.stopping:
-                waited = time.monotonic() - max(since, self._last_arrival)
-                if not told and (waited > self._usual_wait or self.freshness.starved(self.step)):
-                    self._tell_of_wait()
-                    told = True
+                told = told or self._tell_of_wait(time.monotonic() - max(since, self._last_arrival))
                 if not self.publish_if_due():
                     self.exchange.gather()
                 self._merge_arrived()
                 self._saving.note()
-                if waited > self._timeout and (waited > self._elastic_timeout or self.elastic_leases()):
-                    self._give_up_on_silent(waited)
-                    since = time.monotonic()
+                now, heard = time.monotonic(), max(since, self._last_arrival)
+                if self._deserted:
+                    present = now  # for a searcher that comes back the timeout begins anew
+                waited = now - max(heard, present)
+                if waited > self._timeout or now - heard > self._longest_absence:
+                    self._give_up_on_silent(now - heard)
+                    since = now
                 time.sleep(DATA_CHECK_SECONDS)
         return not self.stopping
 
     @property
-    def _usual_wait(self) -> float:
-        """Longest wait of a step, in seconds, that is not worth an event: a few times a whole usual step."""
-        return max(TELL_SECONDS, USUAL_STEPS * self.state.train_seconds / max(1, self.step))
+    def _deserted(self) -> bool:
+        """True if all searchers of the run are elastic, and none is present: they may have been preempted."""
+        return not self.config.launch.searchers and not self._leases
 
-    def _tell_of_wait(self) -> None:
-        """Log that the step waits, unless it is the first one, and engines start or the buffer is filling."""
-        if self.step or (self._last_arrival and not self.freshness.filling(0)):
-            log.info("step %d waits for new completions", self.step)
-            self.log_event("waiting")
+    @property
+    def _longest_absence(self) -> float:
+        """Maximum wait for a shard while the run is ``_deserted``, in seconds; otherwise infinite."""
+        return self.config.launch.elastic_seconds if self._deserted else math.inf
+
+    def _tell_of_wait(self, seconds: float) -> bool:
+        """Log that the step waits, if that is worth an event; return whether it was logged.
+
+        It is not while engines start or the initial buffer is filling. seconds: duration of the wait so far.
+        """
+        usual = max(TELL_SECONDS, USUAL_STEPS * self.state.train_seconds / max(1, self.step))
+        begun = self.step or (self._last_arrival and not self.freshness.filling(0))
+        if not begun or not (seconds > usual or self.freshness.starved(self.step)):
+            return False
+        log.info("step %d waits for new completions", self.step)
+        self.log_event("waiting")
+        return True
 
     def _give_up_on_silent(self, seconds: float) -> None:
-        """Exclude the searchers that owe answers for ``seconds``. If no others are left, save and raise."""
+        """Exclude the searchers that owe answers for ``seconds``. If no others are left, save and raise.
+
+        Without a save the next attempt would repeat the steps since the last checkpoint.
+        """
         try:
             self.freshness.exclude_unresponsive(self.step, seconds)
         except ExchangeError:
-            self._save_last()  # so that the next attempt repeats no step
+            if self.step > self._saving.last_step:
+                try:
+                    self._save_last()
+                except Exception:  # what ends the run is the silence
+                    log.exception("the state of step %d could not be saved", self.step)
             raise
 
     def _merge_arrived(self) -> None:
@@ -208,7 +230,8 @@ class Trainer:
         While the initial buffer is filling, only shards by which the buffer grows count as arrivals, because
         completions that replace equal ones could arrive forever.
         """
-        self.freshness.note_elastic_leases(self.elastic_leases)
+        self._leases = self.elastic_leases()
+        self.freshness.note_elastic_leases(lambda: self._leases)
         shards = self.exchange.collect()
         for shard in shards:
             self.freshness.arrive(shard, self.step)
@@ -227,14 +250,6 @@ class Trainer:
         """Maximum wait for a shard, in seconds. Longer for the first shard, since engines may be starting."""
         launch = self.config.launch
         return launch.timeout_seconds if self._last_arrival else launch.start_seconds
-
-    @property
-    def _elastic_timeout(self) -> float:
-        """Maximum wait, in seconds, for a shard of a run whose searchers are all elastic, and all absent.
-
-        They may have been preempted together, and return.
-        """
-        return 0.0 if self.config.launch.searchers else self.config.launch.elastic_seconds
 
     # --- Sample ---
 

@@ -42,8 +42,9 @@ class Attempt:
     name: such as ``attempt-003``, empty if no ranks were started. job: id of the Slurm job, or empty.
     restarts: how often this job had been requeued. trainers, searchers: numbers of ranks. start, end: unix
     seconds; ``end`` is None while the attempt goes on, or if no event notes its end. outcome: one of ENDS,
-    KILLED, or empty while it goes on. note: for a failure, the exit status and the nodes that were
-    unreachable afterwards; for a refusal, its sentence. requeued: whether the job then queued again.
+    KILLED, or empty while it goes on. note: for a failure, a rank's sentence or the exit status, and the
+    nodes that were unreachable afterwards; for a refusal, its sentence. requeued: whether the job then queued
+    again.
     """
 
     name: str = ""

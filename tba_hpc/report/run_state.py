@@ -174,13 +174,16 @@ class RunMonitor(RunData):
         quiet = time.time() - number(self.trainer.latest, "time", time.time())
         limit = max(STANDSTILL_SECONDS, STANDSTILL_STEPS * (self.step_seconds.latest or 0.0))
         alone = (self.silence or 0.0) < limit < quiet
-        return quiet if self.phase == "training" and alone else 0.0
+        steps_left = self.phase == "training" and self.step < self.config.train.steps
+        return quiet if steps_left and alone else 0.0
 
     @property
     def is_silent(self) -> bool:
         """True if all ranks, or the trainer alone, were silent for longer than ranks wait for each other."""
-        silence = max(self.silence or 0.0, self.standstill)
-        return silence >= max(SILENT_RUN_SECONDS, self.config.launch.timeout_seconds)
+        launch, silence = self.config.launch, max(self.silence or 0.0, self.standstill)
+        deserted = self.all_elastic and not self.elastic  # the trainer then waits longer
+        longest = launch.elastic_seconds if deserted else launch.timeout_seconds
+        return silence >= max(SILENT_RUN_SECONDS, longest)
 
     @property
     def checkpoint_age(self) -> float | None:

@@ -137,7 +137,7 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         "alerts": line(monitor.alerts),
         "set aside": ", ".join(count(number, thing) for thing, number in aside.items() if number),
         "faults": " · ".join(fault_words(monitor.faults)),
-        "last failure": _last_failure(monitor),
+        "last failure": "" if now.state == "failed" else _last_failure(monitor),
         "last record": f"{duration(silence)} ago" if silence is not None else "",
         "next": now.command,
     }
@@ -145,11 +145,9 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
 
 
 def _last_failure(monitor: RunMonitor) -> str:
-    """Say when and why ranks failed last; "" if they did not, if the state says it, or in a finished run."""
+    """Say which attempt failed last, and why; "" if none did, or in a finished run."""
     failed = [attempt for attempt in monitor.attempts if attempt.outcome == "failed"]
-    if not failed or failed[-1] is monitor.attempt or monitor.finished:
-        return ""
-    return f"{failed[-1].name}: {failed[-1].note}"
+    return f"{failed[-1].name}: {failed[-1].note}" if failed and not monitor.finished else ""
 
 
 def _named_rewards(trends: Trends) -> str:

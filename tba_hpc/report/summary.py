@@ -200,7 +200,7 @@ def summary_rows(summary: Summary) -> dict[str, Cell]:
         "mean staleness": summary.staleness,
         "optimizer steps": summary.steps,
         "training time": duration(summary.train_seconds),
-        **({"ETTR": f"{percent(summary.ettr)} of the time, waits included"} if summary.ettr else {}),
+        **({} if summary.ettr is None else {"ETTR": f"{percent(summary.ettr)} of the time, waits included"}),
         "trainer wait": _wait_words(summary),
         "trajectories": summary.trajectories,
         "tokens acknowledged": summary.tokens,

@@ -199,7 +199,7 @@ class RunDir:
         """
         run = cls(path.absolute())
         if not run.config_file.is_file():
-            if inside := sorted(folder.parent for folder in path.glob("*/config.yaml")):
+            if inside := sorted(file.parent for file in path.glob("*/format")):
                 remedy = f"it holds {count(len(inside), 'run')}; name one, such as {inside[-1]}"
             else:
                 remedy = (

@@ -37,10 +37,13 @@ TRIAL_SECONDS = 10.0
 """Longest wait for the trial call of a function at the start of a run, in seconds."""
 
 TRIAL_COMPLETIONS = 8
-"""Largest number of completions in a trial call. Each may cost a request to a judge."""
+"""Largest number of empty completions in a trial call. Each may cost a request to a judge."""
 
 ANSWERS = ("\\boxed{{{}}}", "{}", "#### {}")
 """Forms in which completions often give a row's answer."""
+
+LIKELY_VALUES, LIKELY_LENGTH = 2, 100
+"""Largest number, and largest length, of a row's values that completions of a trial call are made of."""
 
 SEQUENCES = (str, list)
 """Types of fields that a function can mistake for a list with an item per completion."""
@@ -149,12 +152,7 @@ class Function:
                 "%s still runs after %g s on an empty completion, at %s: after %g s a call is abandoned; %s",
                 *(self.key, TRIAL_SECONDS, where, seconds, IN_TIME),
             )
-        if signals:
-            raise ConfigError(
-                f"{self.key} handles signals, which only a main thread may, but rewards are computed in "
-                "another: time out in another way; with math_verify, call parse(…, parsing_timeout=None) and "
-                "verify(…, timeout_seconds=None)"
-            )
+        self._refuse_signals(signals)
         if isinstance(error, TypeError) and CALL_REFUSED.search(str(error)):
             raise ConfigError(
                 f"{self.key} raised {in_words(error)}, whatever the completion: correct its arguments"
@@ -184,19 +182,33 @@ class Function:
             raise ConfigError(str(error))
 
     def _answer_call(self, fields: Fields, seconds: float) -> None:
-        """Call the function on completions that hold the row's fields in usual forms; warn if that fails.
+        """Call the function on completions that hold values of the row in usual forms.
 
-        An empty completion often ends a function at its first line. seconds: time limit.
+        An empty completion often ends a function at its first line. Raises ConfigError if the function
+        handles signals, and warns of other faults. seconds: time limit.
         """
-        given = self.arguments.of(fields).values()
-        values = [value for value in given if isinstance(value, str | int | float)]
-        texts = [form.format(value) for value in values for form in ANSWERS][:TRIAL_COMPLETIONS]
-        error = (
-            texts and _tried(lambda: self([(fields, text) for text in texts]), min(seconds, TRIAL_SECONDS))[0]
-        )
-        if error:
-            on = f"on completions made of the row, such as {texts[-1]!r}"
+        given = [v for v in self.arguments.of(fields).values() if isinstance(v, str | int | float)]
+        values = [value for value in given if len(str(value)) <= LIKELY_LENGTH][-LIKELY_VALUES:]
+        if not values:
+            return
+        texts = [form.format(value) for value in values for form in ANSWERS]
+        answers = [(fields, text) for text in texts]
+        error, signals, where = _tried(lambda: self(answers), min(seconds, TRIAL_SECONDS))
+        self._refuse_signals(signals)
+        on = f"on completions made of the row, such as {texts[-1]!r}"
+        if where:
+            log.warning("%s still runs after %g s %s, at %s: %s", self.key, TRIAL_SECONDS, on, where, IN_TIME)
+        elif error:
             log.warning("%s %s %s: %s", self.key, raised_at(error), on, ONE_GROUP)
+
+    def _refuse_signals(self, signals: bool) -> None:
+        """Raise ConfigError if a trial call has tried to handle signals."""
+        if signals:
+            raise ConfigError(
+                f"{self.key} handles signals, which only a main thread may, but rewards are computed in "
+                "another: time out in another way; with math_verify, call parse(…, parsing_timeout=None) and "
+                "verify(…, timeout_seconds=None)"
+            )
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
         """Return a number for each (row, completion). Raises the function's own errors, or NoNumberError."""
