@@ -23,7 +23,7 @@ from tba_hpc.checks.resources import missing, missing_sentence
 from tba_hpc.config import Config, ConfigError, parse_config, reward_key
 from tba_hpc.config.variants import OwnObjective
 from tba_hpc.core.hub_files import find_file
-from tba_hpc.core.model_files import absent, fault, unfit
+from tba_hpc.core.model_files import TOKENIZER, absent, fault, unfit
 from tba_hpc.core.own_code import find_function, is_own
 from tba_hpc.core.ports import ChatTokenizer, Tokenizer, Victim
 from tba_hpc.core.prompts import prompt_room, refuse_few_prompts, refuse_long_prompts
@@ -161,7 +161,8 @@ def _require_folder(path: str) -> None:
     folder = Path(path) if Path(path).is_dir() else config.parent if config else None
     if folder and (reason := unfit(folder)):
         raise ConfigError(f"the folder of model.path={path} {reason}")
-    if Path(path).is_dir() and (part := absent(Path(path))):
+    part = absent(Path(path)) if Path(path).is_dir() else None
+    if part not in (None, TOKENIZER):  # ranks may know a tokenizer in other files
         raise ConfigError(
             f"no model can be loaded from model.path={path}, as it contains no {part}: give a folder to "
             "which save_pretrained wrote model and tokenizer"

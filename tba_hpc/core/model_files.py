@@ -14,10 +14,12 @@ POINTER = b"version https://git-lfs.github.com/spec/"
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 """Files that list the parts of a model's weights."""
 
+TOKENIZER = "tokenizer"
+
 PARTS = {
     "config.json": ("config.json",),
     "weights (*.safetensors or *.bin)": ("*.safetensors", "*.bin"),
-    "tokenizer": ("tokenizer*", "vocab*", "*.model", "tekken.json", "*.tiktoken"),
+    TOKENIZER: ("tokenizer*", "vocab*", "*.model", "tekken.json", "*.tiktoken"),
 }
 """Parts of a model's folder, with the patterns of files of which one must be there."""
 

@@ -251,7 +251,8 @@ def test_preempted_cancelled_and_submitted_again_in_another_shape(cluster: Clust
     lines = [line.removeprefix(f"{TABULAR}: ") for line in told.read_text().splitlines()]
     lines = [line for line in lines if not line.startswith("alert")]
     lost = f"job {cancelled[1]} is gone"
-    kinds = ["started at", "leaves its nodes", "started again", lost, "started again", "finished"]
+    left = "preempted or out of time: leaves its nodes"
+    kinds = ["started at", left, "started again", lost, "started again", "finished"]
     assert [line[: len(kind)] for line, kind in zip(lines, kinds, strict=False)] == kinds, lines
     assert len(lines) == len(kinds), lines
     shapes = [(event["trainers"], event["searchers"]) for event in events(run, "start")]
