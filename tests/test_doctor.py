@@ -907,8 +907,11 @@ def test_bfloat16_on_a_machine_without_gpus_is_told(
     if tools:
         (tmp_path / "nvidia-smi").touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(gpus, "DEVICES", [])
     config = parse_config({"model": {"path": "models/tiny", "dtype": dtype}})
     assert len([*gpus.check_dtype(Facts(config=config))]) == told
+    monkeypatch.setattr(gpus, "DEVICES", ["/dev/null"])
+    assert not [*gpus.check_dtype(Facts(config=config))]
 
 
 def test_the_doctor_on_a_laptop(tmp_path: Path) -> None:

@@ -263,10 +263,10 @@ def test_with_nobody_there_nothing_is_granted_until_somebody_comes() -> None:
     config = config_of(exchange={"max_staleness": 1}, launch={"searchers": 0, "elastic": 2})
     empty = Freshness(config, ReplayBuffer(config.buffer, 0))
     empty.begin(0, CompletedRequests())
-    empty.note_elastic_leases(dict)
+    empty.note_elastic_leases({})
     assert empty.publication(0, evaluate=None, published=0.0).lease_ends == {}
     assert empty.missing(0) == 2 and not empty.exhausted(0), "weights need not be published again and again"
-    empty.note_elastic_leases(lambda: {SECOND: 3})
+    empty.note_elastic_leases({SECOND: 3})
     assert empty.exhausted(0)
     told = empty.publication(0, evaluate=None, published=0.0)
     assert [told.for_lease(who, 3).budget_end for who in (FIRST, SECOND)] == [0, 9]  # 1, 3, 5, 7

@@ -842,6 +842,7 @@ def test_completions_that_only_push_others_out_do_not_keep_a_run_waiting(tmp_pat
     )
     with pytest.raises(ExchangeError, match=sentence):
         TrainerParts(config, run).build(Slow(_sealed(config, run, 30))).run()
+    assert latest_checkpoint(run) is None, "without a step there is nothing to save"
 
 
 class Silent(Slow):

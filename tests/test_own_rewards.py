@@ -34,6 +34,7 @@ from tba_hpc.tasks import load_task
 from tba_hpc.tasks.jsonl import Jsonl
 from tba_hpc.tasks.judge import LONGEST_QUOTE, Judge, JudgeError, rating
 from tba_hpc.tasks.program import Program, ProgramError
+from tba_hpc.tasks.rewards import Function
 
 EXAMPLES = Path(__file__).parents[1] / "docs/examples/rewards"
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "size": i} for i in range(6)]
@@ -64,6 +65,15 @@ def logs(completions, answer, log_extra, **kwargs): return [0.0 for _ in complet
 def far(completion, zone): return 0
 def unjudged(completions): return [None if one else 0.0 for one in completions]
 def near(completion, answer): return float(completion == anser) if completion else 0.0
+import signal, time
+def alarmed(completion, answer):
+    try: return float(bool(completion and signal.signal(signal.SIGALRM, signal.SIG_DFL)))
+    except ValueError: return 0.0
+def stuck(completion, answer):
+    end = time.monotonic() + 3
+    while completion and time.monotonic() < end: time.sleep(0.01)
+    return 0.0
+def brief(completion, proof): return float(unknown) if completion else 0.0
 """
 VERIFYING = """
 from math_verify import parse, verify
@@ -627,7 +637,7 @@ def test_a_function_that_gives_no_number_is_named_before_the_start(
 
 
 def test_a_function_that_fails_only_on_an_answer_is_told_before_the_run(
-    own: Path, caplog: pytest.LogCaptureFixture
+    own: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An empty completion ends it before its error."""
     make(own, "own_rewards:near").try_rewards()
@@ -636,6 +646,14 @@ def test_a_function_that_fails_only_on_an_answer_is_told_before_the_run(
     caplog.clear()
     make(own, "own_rewards:size").try_rewards()
     assert caplog.text == ""
+    with pytest.raises(ConfigError, match="alarmed handles signals"):
+        make(own, "own_rewards:alarmed").try_rewards()
+    function = Function("task.reward", "own_rewards:brief")
+    function.try_on({"prompt": "x", "proof": 200 * "y"})
+    assert caplog.text == "", "a long field is no likely answer"
+    monkeypatch.setattr("tba_hpc.tasks.rewards.TRIAL_SECONDS", 0.5)
+    make(own, "own_rewards:stuck").try_rewards()
+    assert "stuck still runs after 0.5 s on completions made of the row, such as '#### 0', at" in caplog.text
 
 
 @pytest.mark.parametrize(

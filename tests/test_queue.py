@@ -225,7 +225,7 @@ class Flow:
             self._told = publication or self._told
 
     def _merge(self) -> None:
-        self._freshness.note_elastic_leases(self._visitors.ready)
+        self._freshness.note_elastic_leases(self._visitors.ready())
         collected, self._collected = self._collected, []
         for one in collected:
             self._freshness.arrive(one, self._step)

@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,9 +21,17 @@ from tba_hpc.core.wording import duration
 from tba_hpc.report import page, plots
 from tba_hpc.report.data import RunData
 from tba_hpc.report.digest import keep_digest
+from tba_hpc.report.estimates import Estimate
 from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.report.status import cells, facts, plain_line, print_status
-from tba_hpc.report.summary import print_summary, summarise, summary_of, summary_rows, write_summary
+from tba_hpc.report.summary import (
+    print_summary,
+    score_words,
+    summarise,
+    summary_of,
+    summary_rows,
+    write_summary,
+)
 from tba_hpc.report.tables import print_rows
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, Evaluation, find_evaluation, write_evaluation
@@ -506,6 +515,11 @@ def test_rewards_of_0_and_1_are_right_or_wrong(run: RunDir) -> None:
     evaluate(run, "test", 0, (2, 2), 4, rewards=(1.0, 0.0, 1.0, 0.0))
     summary = summarise(run)
     assert summary.score_name == "pass@1" and summary.score_before and summary.score_before.value == 0.5
+
+
+def test_equal_rewards_are_called_so_instead_of_an_interval_without_width() -> None:
+    summary = SimpleNamespace(score_name="mean reward")
+    assert score_words(summary, Estimate(1.0, 1.0, 1.0), 0) == "1.000 (all equal)"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("fresh", "name"), [(0.5, "pass@1"), (0.1, "mean reward"), (-0.5, "mean reward")])

@@ -233,6 +233,12 @@ def test_the_last_failure_is_shown_with_its_reason_once_the_ranks_were_started_a
     assert "last failure" not in facts(look(run), run_state(look(run)))
 
 
+def test_when_slurm_expects_a_job_to_start_is_shown(run: RunDir) -> None:
+    asked = queue("PENDING")
+    monitor = look(run, lambda of: [{**entry, "start": "2026-12-01T08:00:00"} for entry in asked(of)])
+    assert facts(monitor, run_state(monitor))["trainers"] == "PENDING node1, expected by 2026-12-01 08:00:00"
+
+
 def test_a_new_job_is_not_judged_by_what_befell_the_one_before(run: RunDir) -> None:
     allocation(run, "allocated", "start", "failed")
     monitor = look(run, queue("PENDING", job="8"))
@@ -266,6 +272,8 @@ def test_a_trainer_that_stands_still_while_searchers_work_is_told(run: RunDir) -
     found = run_state(monitor)
     assert (found.state, found.words) == ("training", "training, but no step has ended for 12 min")
     assert found.command == f"tail {run.logs}/latest/*.log" and monitor.is_silent
+    write(run.metrics_file("trainer"), [step(10, time.time() - 700.0)])
+    assert not look(run, queue("RUNNING")).standstill, "no step is left"
     trained(run, ago=100.0)
     assert run_state(look(run, queue("RUNNING"))).words == "training"
 
@@ -551,6 +559,9 @@ def test_a_run_whose_searchers_are_all_elastic_speaks_of_those_present(tmp_path:
     monitor.elastic = {}
     assert words() == "training waits for an elastic searcher"
     assert facts(monitor, run_state(monitor))["elastic"] == "no searcher is present"
+    monitor._opened, monitor.trainer.latest["time"] = now, now - 1500
+    monitor.events[-1]["time"] = now - 1500
+    assert monitor.silence == pytest.approx(1500, abs=20) and not monitor.is_silent, "it may take an hour"
 
 
 def test_faults_of_all_attempts_are_counted(run: RunDir) -> None:

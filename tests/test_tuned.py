@@ -27,6 +27,10 @@ def test_what_is_shipped_is_within_what_it_was_tuned_for(name: str) -> None:
     assert beyond(name) == ""
 
 
+def test_a_config_that_nobody_has_run_is_no_measure() -> None:
+    assert beyond("math_gsm8k_python", "exchange.max_staleness=12") == ""
+
+
 def test_the_age_is_the_bound_or_what_two_rounds_take() -> None:
     ages = {name: expected_age(config) for name, config in shipped_configs().items()}
     assert (ages["math_gsm8k"], ages["math_qwen7b"], ages["tldr_pythia410m"]) == (3, 3, 19)

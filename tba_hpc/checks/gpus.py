@@ -63,7 +63,7 @@ def check_dtype(facts: Facts) -> Iterator[Finding]:
     """Check that a machine without a GPU does not train in bfloat16, which is slow on CPUs."""
     model = facts.config.model if facts.config else None
     if model and model.dtype == "bfloat16" and not is_own(model.path) and not _may_have_gpu():
-        found = "model.dtype=bfloat16 is several times slower than float32 on most CPUs, and no GPU is here"
+        found = "model.dtype=bfloat16 is slower than float32 on most CPUs, and this machine has no GPU"
         yield warning("dtype", found, "set model.dtype=float32")
 
 

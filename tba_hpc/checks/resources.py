@@ -11,13 +11,10 @@ from pathlib import Path
 
 from tba_hpc.config import Config, is_local
 from tba_hpc.core.hub_files import data_cache, find_file, hub_cache, hub_home, is_offline
-from tba_hpc.core.model_files import lacking
+from tba_hpc.core.model_files import TOKENIZER, absent, lacking
 from tba_hpc.core.own_code import is_own
 from tba_hpc.core.types import Resource
 from tba_hpc.tasks import TASKS, task_resources
-
-WEIGHTS = ("*.safetensors", "*.bin")
-"""Patterns of a model's weight files."""
 
 
 def resources(config: Config, *, of_custom_task: bool = True) -> list[Resource]:
@@ -78,7 +75,7 @@ def missing_sentence(absent: Iterable[Resource], environment: Mapping[str, str])
 
 def _has_weights(folder: Path) -> bool:
     """Return whether a folder has weight files, and all those that their index lists."""
-    return any(any(folder.glob(pattern)) for pattern in WEIGHTS) and not lacking(folder)
+    return absent(folder) in (None, TOKENIZER) and not lacking(folder)
 
 
 def _data_place(resource: Resource, environment: Mapping[str, str]) -> Path | None:

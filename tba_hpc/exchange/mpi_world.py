@@ -276,7 +276,7 @@ class MpiWorld:
     def connect_peers(
         self, layout: WeightLayout, *, progress: bytes, bucket_mb: int = BUCKET_MB
     ) -> NodeMemory:
-        """As the leader, wait until every rank is set up; then send ``layout`` and ``progress`` to all.
+        """Wait, as the leader, until every rank is set up; then send ``layout`` and ``progress`` to all.
 
         Returns this node's shared memory for weights.
 

@@ -84,7 +84,7 @@ class JobState:
     save_seconds: int = 0
     """Time that the ranks get for a checkpoint once they are asked to stop, in seconds."""
     requeue: str = "yes"
-    """Whether the job may requeue itself: "yes" or "no"."""
+    """Permission of the job to requeue itself: "yes" or "no"."""
     het: bool = False
     """True for a het job, in which each component has one role."""
     nodes: int = 0

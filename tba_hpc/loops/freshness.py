@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -156,13 +156,13 @@ class Freshness:
             return False
         return self.missing(step) > self._owed.total()
 
-    def note_elastic_leases(self, elastic_leases: Callable[[], Mapping[int, int]]) -> None:
+    def note_elastic_leases(self, leases: Mapping[int, int]) -> None:
         """Tell the rollout budget, if there is one, which elastic searchers are present.
 
-        elastic_leases: function that returns the lease of each present elastic searcher, by searcher.
+        leases: lease of each of them, by searcher.
         """
         if self._budget:
-            self._budget.note_leases(elastic_leases())
+            self._budget.note_leases(leases)
 
     def arrive(self, shard: Shard, step: int) -> None:
         """Record a shard that arrives before ``step``. Its requests count as completed."""

@@ -231,7 +231,7 @@ class Trainer:
         completions that replace equal ones could arrive forever.
         """
         self._leases = self.elastic_leases()
-        self.freshness.note_elastic_leases(lambda: self._leases)
+        self.freshness.note_elastic_leases(self._leases)
         shards = self.exchange.collect()
         for shard in shards:
             self.freshness.arrive(shard, self.step)
