@@ -156,9 +156,10 @@ asked_to_stop() {
 
 # Ask the ranks to stop if they have been started and not been asked yet.
 pass_on() {
-    local what="the ranks have up to $SAVE_SECONDS s, or the GraceTime of a preemption, for a checkpoint"
+    local most="up to $SAVE_SECONDS s, or the GraceTime of a preemption,"
+    local what="the ranks have $most for a checkpoint"
     [ -n "$STEP" ] && [ -z "$GUARD" ] || return 0
-    [ "${TRAINERS:-0}" != 0 ] || what="the searchers have up to $SAVE_SECONDS s, or the GraceTime of a preemption, to seal what is finished"
+    [ "${TRAINERS:-0}" != 0 ] || what="the searchers have $most to seal what is finished"
     say "$what"
     repeat_stop "$STEP" >/dev/null 2>&1 &
     GUARD=$!
