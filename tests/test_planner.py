@@ -400,6 +400,15 @@ def test_ranks_that_share_gpus_are_given_gpus_not_more_ranks() -> None:
     assert "launch.trainers" not in " ".join(advice(alone, estimate(alone, GPUS["a100-40"], gpus=2)))
 
 
+@pytest.mark.parametrize("cache", ["65536", "16"])
+def test_ranks_that_share_a_gpu_are_not_told_to_give_an_engine_several(cache: str) -> None:
+    """Too large and too small; on GPUs of their own a second one would help."""
+    config = load_config(Path("math_gsm8k_one_gpu"), [f"generator.kv_cache_mb={cache}"])
+    shared, alone = (" ".join(advice(config, estimate(config, GPUS["a100-80"], gpus=n))) for n in (1, 2))
+    assert "KV cache" in shared or "a searcher takes less" in shared
+    assert "tensor_parallel" not in shared and ("tensor_parallel" in alone) == (cache == "16")
+
+
 # --- The command ---
 
 

@@ -200,6 +200,8 @@ def test_directories_of_others_are_refused(tmp_path: Path) -> None:
     (folder / "format").write_text(f"{FORMAT}\n")
     with pytest.raises(ConfigError, match=r"cannot resume \(unknown config key 'salad'"):
         RunDir.create(config_in(tmp_path))
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/config.yaml").touch()  # no run
     with pytest.raises(ConfigError, match=r"is not a run directory: it holds 1 run; name one, such as \S+0$"):
         RunDir.open(tmp_path)
 

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 from shlex import quote
+from types import SimpleNamespace
 
 import pytest
 from recorded import new_run
@@ -14,6 +15,7 @@ from tba_hpc.commands.submit import (
     Ready,
     _left_out,
     _require_partition,
+    _slots,
     _slots_in_use,
     _submit,
     submit_elastic,
@@ -29,6 +31,13 @@ from tba_hpc.run.owners import take_lease
 
 GENERIC = Path(__file__).parents[1] / "slurm/sites/generic.yaml"
 PYTHON = quote(sys.executable)
+
+
+@pytest.mark.parametrize(("elastic", "said"), [(0, ""), (2, ", 2 slots for elastic searchers")])
+def test_a_submission_names_the_slots(tmp_path: Path, elastic: int, said: str) -> None:
+    tree = {"run": {"root": str(tmp_path)}, "model": {"path": "models/tiny"}, "launch": {"elastic": elastic}}
+    ready = SimpleNamespace(run=RunDir.create(parse_config(tree)))
+    assert _slots(ready) == said  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
