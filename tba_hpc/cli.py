@@ -135,7 +135,7 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Train on this machine, from the start or from where the run stopped."""
-    from tba_hpc.checks.facts import Facts, refuse
+    from tba_hpc.checks.facts import Facts, passed
     from tba_hpc.checks.lists import FILES, RUN, START
     from tba_hpc.commands.submission import file_and_overrides, load_anchored
     from tba_hpc.launch import local
@@ -153,8 +153,10 @@ def run(
     if not done:
         refuse_owned(run_dir)
         facts = Facts(config=resolved, beside=modules.folder_of(config))
-        warnings = refuse([*FILES, *(RUN if dry_run else START)], facts)
-        said = [f"warning: {warning.sentence}" for warning in warnings]
+        findings = passed([*FILES, *(RUN if dry_run else START)], facts)
+        if dry_run:
+            said = [one.sentence for one in findings if one.name == "task" and one.level == "ok"]
+        said += [f"warning: {finding.sentence}" for finding in findings if finding.level == "warning"]
         said += filter(None, [consequences(run_dir, resolved), resume_notice(run_dir)])
     if dry_run:
         commands = [shlex.join(command) for command in local.commands(run_dir, resolved).values()]

@@ -1117,7 +1117,8 @@ def test_code_is_tried_as_the_run_keeps_it(tmp_path: Path, code: str, status: in
             "task": task,
         }
     )
-    found = list(check_task(Facts(config=config, beside=here, seconds=200)))
+    told = check_task(Facts(config=config, beside=here, seconds=200))
+    found = [one for one in told if one.level != "ok"]
     assert [one.level for one in found] == [["warning"] * bool(sentence), [], ["problem"]][status]
     assert all(sentence.format(here=here) in one.found for one in found), found
 
@@ -1127,7 +1128,7 @@ def test_a_module_beside_the_config_is_found_from_any_folder_and_kept(tmp_path: 
     make_random_model(tmp_path / "m", tied=True)
     here = tmp_path / "deep"
     here.mkdir()
-    (here / "beside.py").write_text("def f(completion): return 0.0")
+    (here / "beside.py").write_text("def f(completion, answer): return completion == answer")
     (here / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     config = {
         "run": {"root": str(tmp_path / "runs")},
@@ -1157,7 +1158,12 @@ def test_a_module_beside_the_config_is_found_from_any_folder_and_kept(tmp_path: 
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"num_experts": 4}))
     told = do("run", "deep/config.yaml", "--dry-run", "--set", "model.lora={}")
     assert told.returncode == 0 and "# warning: model.lora does not adapt the 4 experts" in told.stdout, told
-    assert do("run", "deep/config.yaml", "--dry-run").returncode == 0
+    done = do("run", "deep/config.yaml", "--dry-run")
+    assert done.returncode == 0, done
+    rewards = '0 to "", 0 to "\\boxed{0}", 1 to "0", 0 to "#### 0"'
+    assert f"# on the first row, task.reward=beside:f gives {rewards}\n" in done.stdout, done
+    sizes = "train 4, validation 1, test 1; the longest has 4 tokens, and there is room for 88"
+    assert f"# prompts: {sizes}\n" in done.stdout, done
     run = Path(do("create", "deep/config.yaml").stdout.strip())
     assert (run / "modules/beside.py").read_text() == (here / "beside.py").read_text()
     (here / "beside.py").unlink()

@@ -135,6 +135,10 @@ def test_lora_of_a_1b_fits_one_gpu_of_any_size(gpu: str) -> None:
         ("NVIDIA H200", "h200"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("gpu:rtx_a6000:{gpus}", "a6000"),
+        ("nvidia_geforce_rtx_3090", "rtx3090"),
+        ("NVIDIA GH200 480GB", "gh200"),
         ("gpu:a100:{gpus}", "a100"),
         ("nvidia_a100_80gb", "a100"),
         ("NVIDIA V100", None),
@@ -456,7 +460,8 @@ def test_a_run_is_planned_like_its_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--gpu", "h100"), "--gpu h100 is not known: valid are t4-16, l4-24, a10-24"),
+        (("--gpu", "k80"), "--gpu k80 is not known: valid are t4-16, l4-24, a10-24"),
+        (("--gpu", "a100"), "--gpu a100 has several sizes: give a100-40 or a100-80"),
         (("--nodes", 2), "--nodes 2 has no meaning without a cluster: add --site"),
         (("--site", "generic", "--trainer-nodes", 2), "--trainer-nodes 2 is a part of a job's nodes: add --"),
         (("--gpus", 2, "--site", "generic"), "--gpus 2 contradicts --site"),

@@ -232,6 +232,14 @@ def check_chat_template(facts: Facts) -> Iterator[Finding]:
             yield ok("chat template", f"for environments with {kind}: new messages are appended{thoughts}")
 
 
+def _finding(line: str) -> Finding:
+    """Return the finding that a line of ``task_check.py`` tells; what the user's code prints is a warning."""
+    level, _, found = line.partition(" ")
+    if level == "INFO":
+        return ok("task", found)
+    return warning("task", found if level == "WARNING" else line, "")
+
+
 def check_task(facts: Facts) -> Iterator[Finding]:
     """Check that the ranks will accept the task; give up after ``facts.seconds``, with a warning.
 
@@ -274,7 +282,7 @@ def _of_task(facts: Facts, config: Config, folder: str) -> Iterator[Finding]:
         return
     said = done.stdout.replace(folder, str(facts.beside)).strip().splitlines()
     refused = [said.pop()] if done.returncode == Exit.REFUSED and said else []
-    yield from (warning("task", line, "") for line in said)
+    yield from map(_finding, said)
     yield from (problem("task", line, "") for line in refused)
     if done.returncode not in (Exit.DONE, Exit.REFUSED):
         last = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]

@@ -183,12 +183,17 @@ def _crash(check: Check, error: Exception) -> Finding:
 
 def refuse(checks: Iterable[Check], facts: Facts) -> list[Finding]:
     """Run the checks; return their warnings, or raise ConfigError with the first problem."""
-    warnings = []
+    return [finding for finding in passed(checks, facts) if finding.level == "warning"]
+
+
+def passed(checks: Iterable[Check], facts: Facts) -> list[Finding]:
+    """Run the checks; return their findings, or raise ConfigError with the first problem."""
+    findings = []
     for finding in run_checks(checks, facts):
         if finding.level == "problem":
             raise ConfigError(finding.sentence)
-        warnings += [finding] if finding.level == "warning" else []
-    return warnings
+        findings.append(finding)
+    return findings
 
 
 def job_environment(site: Site) -> dict[str, str]:

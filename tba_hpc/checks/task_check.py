@@ -1,8 +1,9 @@
 """Checks a task and all its prompts before a run starts.
 
 Since the check runs the user's code, it has a process of its own: ``python -m tba_hpc.checks.task_check``
-with a config on stdin, started by ``config_checks.check_task``. The check uses no GPU. Problems that it
-cannot find on this machine are found when ranks start.
+with a config on stdin, started by ``config_checks.check_task``. It prints findings as log records, a line
+each that begins with the level, and last, without a level, why it refuses the config. The check uses no GPU.
+Problems that it cannot find on this machine are found when ranks start.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import yaml
@@ -25,9 +26,9 @@ from tba_hpc.config.variants import OwnObjective
 from tba_hpc.core.hub_files import find_file
 from tba_hpc.core.model_files import TOKENIZER, absent, fault, unfit
 from tba_hpc.core.own_code import find_function, is_own
-from tba_hpc.core.ports import ChatTokenizer, Tokenizer, Victim
+from tba_hpc.core.ports import ChatTokenizer, Task, Tokenizer, Victim
 from tba_hpc.core.prompts import prompt_room, refuse_few_prompts, refuse_long_prompts
-from tba_hpc.core.types import Prompt
+from tba_hpc.core.types import Prompt, Split
 from tba_hpc.core.wording import print_in_any_encoding
 from tba_hpc.engine.hf_backend import own_backend
 from tba_hpc.environments.agent import COMMAND
@@ -61,6 +62,7 @@ def check(config: Config, *, try_rewards: bool = False) -> None:
     task = load_task(config.task, tokenizer, _serve, room=prompt_room(config))
     refuse_long_prompts(task, config)
     refuse_few_prompts(task, config)
+    log.info(_sizes(task, config))
     if isinstance(tokenizer, FileTokenizer) and isinstance(task, Rows):
         texts = _written(task, tokenizer)
         warn_of_control_tokens(texts, tokenizer)
@@ -68,6 +70,15 @@ def check(config: Config, *, try_rewards: bool = False) -> None:
             warn_of_rendered_rows(texts, tokenizer)
     if try_rewards and isinstance(task, Jsonl):
         task.try_rewards(config.launch.silence_seconds)
+
+
+def _sizes(task: Task, config: Config) -> str:
+    """Return a sentence on the number of prompts of each split, and on the longest prompt of all."""
+    prompts = {split: task.prompts(split) for split in get_args(Split)}
+    numbers = ", ".join(f"{split} {len(of_split):,}" for split, of_split in prompts.items())
+    longest = max(len(prompt.tokens) for of_split in prompts.values() for prompt in of_split)
+    room = prompt_room(config)
+    return f"prompts: {numbers}; the longest has {longest} tokens, and there is room for {room}"
 
 
 def warn_of_control_tokens(texts: Sequence[np.ndarray], tokenizer: FileTokenizer) -> None:
@@ -179,7 +190,11 @@ def _serve(*_: object, **__: object) -> Victim:
 if __name__ == "__main__":
     print_in_any_encoding()
     modules.use_here()
-    logging.getLogger("tba_hpc").addHandler(logging.StreamHandler(sys.stdout))  # warnings on stdout
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    own = logging.getLogger("tba_hpc")  # findings, but not what libraries log
+    own.addHandler(handler)
+    own.setLevel(logging.INFO)
     try:
         asked = parse_config(yaml.safe_load(sys.stdin))
         if sys.argv[1:]:

@@ -130,19 +130,22 @@ class Function:
         sizes = [len(value) for value in self.arguments.of(fields).values() if isinstance(value, SEQUENCES)]
         longest = max(sizes, default=0)
         several = min(1 + longest, TRIAL_COMPLETIONS) if self._together else 1
-        succeeded = self._first_call([(fields, "")] * several, seconds)
-        if succeeded and self._together and longest >= several:
+        empty = self._first_call([(fields, "")] * several, seconds)
+        if empty and self._together and longest >= several:
             self._second_call(fields, several, seconds)
-        if succeeded:
-            self._answer_call(fields, seconds)
+        if empty:
+            shown = {"": empty[0], **self._answer_call(fields, seconds)}
+            said = ", ".join(f'{reward:g} to "{text}"' for text, reward in shown.items())
+            log.info("on the first row, %s gives %s", self.key, said)
 
-    def _first_call(self, answers: Sequence[Answer], seconds: float) -> bool:
-        """Call the function for the first time; return whether it gave numbers.
+    def _first_call(self, answers: Sequence[Answer], seconds: float) -> list[float]:
+        """Call the function for the first time; return its numbers, none if it failed or has not ended.
 
         Raises ConfigError for a fault that no completion can avoid, and warns of other faults. seconds: time
         limit.
         """
-        error, signals, where = _tried(lambda: self(answers), min(seconds, TRIAL_SECONDS))
+        found = list[float]()
+        error, signals, where = _tried(lambda: found.extend(self(answers)), min(seconds, TRIAL_SECONDS))
         if where and seconds <= TRIAL_SECONDS:
             raise ConfigError(
                 f"{self.key} ran for {seconds:g} s on an empty completion, last at {where}: {IN_TIME}"
@@ -164,7 +167,7 @@ class Function:
         elif error:
             what = ONE_ROW if self._together and isinstance(error, OF_ANOTHER_SHAPE) else ONE_GROUP
             log.warning("%s %s on empty completions: %s", self.key, raised_at(error), what)
-        return error is None and not where
+        return [] if where else found
 
     def _second_call(self, fields: Fields, several: int, seconds: float) -> None:
         """Call the function again, with all fields of the row cut to fewer items than there are completions.
@@ -181,8 +184,8 @@ class Function:
         if isinstance(error, CountError):
             raise ConfigError(str(error))
 
-    def _answer_call(self, fields: Fields, seconds: float) -> None:
-        """Call the function on completions that hold values of the row in usual forms.
+    def _answer_call(self, fields: Fields, seconds: float) -> dict[str, float]:
+        """Call the function on completions that hold values of the row in usual forms; return their rewards.
 
         An empty completion often ends a function at its first line. Raises ConfigError if the function
         handles signals, and warns of other faults. seconds: time limit.
@@ -190,16 +193,17 @@ class Function:
         given = [v for v in self.arguments.of(fields).values() if isinstance(v, str | int | float)]
         values = [value for value in given if len(str(value)) <= LIKELY_LENGTH][-LIKELY_VALUES:]
         if not values:
-            return
+            return {}
         texts = [form.format(value) for value in values for form in ANSWERS]
-        answers = [(fields, text) for text in texts]
-        error, signals, where = _tried(lambda: self(answers), min(seconds, TRIAL_SECONDS))
+        answers, found = [(fields, text) for text in texts], list[float]()
+        error, signals, where = _tried(lambda: found.extend(self(answers)), min(seconds, TRIAL_SECONDS))
         self._refuse_signals(signals)
         on = f"on completions made of the row, such as {texts[-1]!r}"
         if where:
             log.warning("%s still runs after %g s %s, at %s: %s", self.key, TRIAL_SECONDS, on, where, IN_TIME)
         elif error:
             log.warning("%s %s %s: %s", self.key, raised_at(error), on, ONE_GROUP)
+        return {} if where else dict(zip(texts, found, strict=False))  # none if the call failed
 
     def _refuse_signals(self, signals: bool) -> None:
         """Raise ConfigError if a trial call has tried to handle signals."""
