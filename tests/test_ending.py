@@ -156,3 +156,18 @@ def test_the_last_evaluation_is_waited_for_while_anybody_gets_on(
         with pytest.raises(ExchangeError, match=r"searchers 2, 3 generated nothing for 0.3 s: see the log"):
             ending._evaluation_arrives(run, config, trainer)  # type: ignore[arg-type]
         assert missing_parts(run, "test", STEPS, 4) == [2, 3]
+
+
+def test_preempted_elastic_searchers_are_waited_for_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If there are no others: as long as while training."""
+    monkeypatch.setattr(ending, "EVALUATION_CHECK_SECONDS", 0.02)
+    launch = {"searchers": 0, "elastic": 2, "timeout_seconds": 0.1}
+    config = make_config(tmp_path, train={"steps": STEPS}, launch=launch)
+    run = RunDir.create(config)
+    run.begin_attempt()
+    began = time.monotonic()
+    with pytest.raises(ExchangeError, match=r"elastic searchers generated nothing for 0.6 s: if no searcher"):
+        ending._evaluation_arrives(run, config, OneAtATime(run, 0, records=0))  # type: ignore[arg-type]
+    assert time.monotonic() - began > 0.6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from recorded import new_run
 from tba_hpc.config import ConfigError
 from tba_hpc.report.logs import log_files, show_logs
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import log_event
 
 
 @pytest.fixture
@@ -64,6 +66,11 @@ def test_logs_of_elastic_searchers_are_among_all(run: RunDir) -> None:
     assert log_files(run, None, None)[:3] == [run.path / "slurm/job-2.log", *logs]
     assert log_files(run, "elastic", None) == logs
     assert not {*logs} & {*log_files(run, None, 1)}, "of that start alone"
+    log_event(run, "start")
+    logs[1].write_text("joined again\n")
+    os.utime(logs[0], (1, 1))
+    assert log_files(run, None, None)[:2] == [run.path / "slurm/job-2.log", logs[1]]
+    assert log_files(run, "elastic", None) == logs
 
 
 def test_a_line_is_shown_as_a_terminal_would_and_commands_nothing(

@@ -16,6 +16,7 @@ from recorded import STEPS, evaluate, happen, new_run, resumed_run, search, step
 import tba_hpc
 from tba_hpc.commands.compare import compare, write_comparison
 from tba_hpc.config import parse_config
+from tba_hpc.config.sections import FIRST_ELASTIC
 from tba_hpc.core.ports import MEAN_REWARD
 from tba_hpc.core.wording import duration
 from tba_hpc.report import page, plots
@@ -75,6 +76,13 @@ def test_what_searchers_offered_is_counted_from_their_comings_to_their_last_word
         tile.note for tile in page.tiles(RunData.read(run), summary) if tile.name == "Tokens generated"
     )
     assert told == "10 per searcher-second, 5 acknowledged"
+
+
+def test_the_page_counts_the_elastic_searchers_that_took_part(run: RunDir) -> None:
+    for index in (0, 1, FIRST_ELASTIC, FIRST_ELASTIC + 2):
+        write(run.metrics_file("searcher", index), [search(100.0, 700, 50.0)])
+    data = RunData.read(run)
+    assert " · 1 trainer + 2 searchers + 2 elastic searchers<" in page.render(data, summary_of(data))
 
 
 def test_ettr_is_the_seconds_of_steps_that_count_over_those_that_machines_were_held(run: RunDir) -> None:

@@ -18,7 +18,7 @@ TOKENIZER = "tokenizer"
 
 PARTS = {
     "config.json": ("config.json",),
-    "weights (*.safetensors or *.bin)": ("*.safetensors", "*.bin"),
+    "weights (model*.safetensors or pytorch_model*.bin)": ("model*.safetensors", "pytorch_model*.bin"),
     TOKENIZER: ("tokenizer*", "vocab*", "*.model", "tekken.json", "*.tiktoken"),
 }
 """Parts of a model's folder, with the patterns of files of which one must be there."""

@@ -63,10 +63,12 @@ def publish_last(trainer: Trainer) -> bool:
 def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
     """Wait until all parts of the last evaluation are on disk. Returns False if a stop is requested first.
 
-    Raises ExchangeError after launch.timeout_seconds without progress, as ``_news`` defines it.
+    Raises ExchangeError after too long a time without progress, as ``_news`` defines it. It is longer if all
+    searchers are elastic: when they are preempted, it may take a while until others come.
     """
-    step, timeout = config.train.steps, config.launch.timeout_seconds
-    news = _news(run, config.launch, step)
+    step, launch = config.train.steps, config.launch
+    timeout = launch.timeout_seconds if launch.searchers else launch.elastic_seconds
+    news = _news(run, launch, step)
     heard = looked = time.monotonic()
     while find_evaluation(run, "test", step) is None:
         if trainer.stopping:
@@ -77,7 +79,7 @@ def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
             looked = now
             heard = now if next(news) else heard
         if now - heard > timeout:
-            who, remedy = _missing(run, config.launch, step)
+            who, remedy = _missing(run, launch, step)
             raise ExchangeError(
                 f"the last evaluation is incomplete, and {who} generated nothing for {timeout:g} s: "
                 f"{remedy}; the model is in {run.export}, and the same run, started again, evaluates only "

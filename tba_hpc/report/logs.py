@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tba_hpc.config import ConfigError
 from tba_hpc.core.wording import printable
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import read_events
 from tba_hpc.run.files import open_regular
 from tba_hpc.run.notes import log_file, rank_name
 
@@ -32,8 +34,9 @@ def log_files(run: RunDir, rank: str | None, attempt: int | None) -> list[Path]:
     """List the requested logs that exist: the newest batch script's, the elastic searchers', then the ranks'.
 
     rank: ``trainer-0``, ``searcher-3``, ``mpiexec``, ``batch`` or ``elastic``; None: all of these, but the
-    last two only if ``attempt`` is None. attempt: number of an attempt; None: the newest. Links that lead
-    out of the run are left out. Raises ConfigError if ``rank`` is another name or the attempt has no logs.
+    last two only if ``attempt`` is None, and those of elastic searchers only since the run's last start.
+    attempt: number of an attempt; None: the newest. Links that lead out of the run are left out. Raises
+    ConfigError if ``rank`` is another name or the attempt has no logs.
     """
     scripts = sorted((run.path / "slurm").glob("job-*.log"), key=lambda path: path.stat().st_mtime_ns)[-1:]
     elastic = sorted((run.path / "slurm").glob("searchers-*.log"))
@@ -45,10 +48,17 @@ def log_files(run: RunDir, rank: str | None, attempt: int | None) -> list[Path]:
     if rank in (BATCH, ELASTIC):
         files = scripts if rank == BATCH else elastic
     elif rank is None:
-        files = [*([*scripts, *elastic] if attempt is None else []), *sorted(folder.glob("*.log"))]
+        files = [*scripts, *_since_the_last_start(run, elastic)] if attempt is None else []
+        files += sorted(folder.glob("*.log"))
     else:
         files = [log_file(folder, _name(rank))]
     return [file for file in files if file.is_file() and file.resolve().is_relative_to(run.path.resolve())]
+
+
+def _since_the_last_start(run: RunDir, logs: Sequence[Path]) -> list[Path]:
+    """Return the logs that were written to since the run's ranks were started last."""
+    last = max((event["time"] for event in read_events(run) if event["event"] == "start"), default=0.0)
+    return [log for log in logs if log.stat().st_mtime >= last]
 
 
 def _name(rank: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from tba_hpc.config import Config, ConfigError, dump_config, flat
+from tba_hpc.config import ConfigError, dump_config, flat, is_elastic
 from tba_hpc.core.ports import RIGHT_AND_ENDED
 from tba_hpc.core.wording import count, duration, percent, printable
 from tba_hpc.report.attempts import KILLED, Attempt, fault_words
@@ -82,7 +82,7 @@ def render(data: RunData, summary: Summary) -> str:
         title=f"{config.run.name}, seed {config.run.seed}",
         state=_state(data),
         finished=data.finished,
-        subtitle=_subtitle(config),
+        subtitle=_subtitle(data),
         tiles=tiles(data, summary),
         alerts=summary.alerts if begun else None,
         plots=plots(data) if data.step else [],
@@ -130,9 +130,11 @@ def _state(data: RunData) -> str:
     return f"{word} at step {data.step} of {data.config.train.steps}"
 
 
-def _subtitle(config: Config) -> str:
+def _subtitle(data: RunData) -> str:
+    config, elastic = data.config, sum(map(is_elastic, data.searchers))
     ranks, objective = config.launch, config.train.objective.name.replace("_", " ")
     roles = f"{count(ranks.trainers, 'trainer')} + {count(ranks.searchers, 'searcher')}"
+    roles += f" + {count(elastic, 'elastic searcher')}" if elastic else ""
     return f"{config.task.name} · {Path(config.model.path).name} · {objective} · {roles}"
 
 
