@@ -35,8 +35,11 @@ from tba_hpc.tasks.jsonl import Jsonl
 
 ENVIRONMENT = {  # variables that are set unless the user has set them
     "OMP_NUM_THREADS": "1",  # as in a rank
-    "VLLM_LOGGING_LEVEL": "ERROR",  # the engine writes to the terminal here
+    # The engine writes to the terminal here.
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_LOGS": "-torch",  # errors only
 }
 
 log = logging.getLogger(__name__)
