@@ -31,6 +31,7 @@ from tba_hpc.run.slurm_queue import (
     ask,
     job_states,
     jobs_of,
+    searchers_queued,
 )
 
 LAUNCHER_END_SECONDS = 10.0
@@ -145,14 +146,17 @@ def _stop_job(run: RunDir, job: ActiveJob) -> str:
 
 
 def _staying(run: RunDir) -> str:
-    """Return a clause on elastic searchers that keep their nodes, and on how to end them; "" for none."""
+    """Return clauses on elastic searchers that keep their nodes or are queued, and on how to end them."""
     names = {file.stem for file in run.owners.glob("searcher-*.*")}
     there = [claim.owner for claim in holders(run, names).values() if claim.owner.elastic]
     jobs = sorted({owner.job for owner in there if owner.job}, key=lambda job: [*map(int, job.split("_"))])
-    ends = [shlex.join(["scancel", *jobs])] if jobs else []
+    queued = searchers_queued(run) if run.config().launch.elastic else []
+    ends = [shlex.join(["scancel", *jobs, *queued])] if jobs or queued else []
     ends += [f"kill -USR1 {owner.pid} (on {owner.host})" for owner in there if not owner.job]
     who = count(len(there), "elastic searcher")
-    return f"; {who} will wait for that on nodes of their own; to end them: {'; '.join(ends)}" if ends else ""
+    said = [f"{who} will wait for that on nodes of their own"] if there else []
+    said += [f"elastic searchers are queued as job {' and '.join(queued)}"] if queued else []
+    return "".join(f"; {words}" for words in [*said, f"to end them: {'; '.join(ends)}"]) if ends else ""
 
 
 def _of_chain(run: RunDir, job: ActiveJob) -> list[str]:

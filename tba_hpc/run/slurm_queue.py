@@ -166,6 +166,19 @@ def next_job(run: RunDir) -> str:
     return next(waiting, "")
 
 
+def searchers_queued(run: RunDir) -> list[str]:
+    """List the ids of this user's queued jobs of elastic searchers for the run; empty if squeue fails.
+
+    The id of an array includes the tasks that are queued, such as ``7_[0-3]``.
+    """
+    try:
+        rows = ask("squeue", "--me", "--noheader", "--states=PENDING", "--format=%i|%k").splitlines()
+    except SlurmError:
+        return []
+    found = [row.partition("|") for row in rows]
+    return sorted(job for job, _, comment in found if "_" in job and comment_names(comment, run))
+
+
 def job_states(run: RunDir, *, seconds: float | None = None) -> list[dict[str, str]]:
     """List the components of the run's job as squeue sees them; empty if the run was never submitted.
 

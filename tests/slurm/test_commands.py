@@ -208,6 +208,18 @@ def test_one_preempted_job_of_elastic_searchers_is_requeued_alone(cluster: Clust
     assert restarts.pop(last["ArrayTaskId"]) == "1" and set(restarts.values()) == {"0"}, restarts
 
 
+def test_queued_elastic_searchers_are_named_when_their_run_is_stopped(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """They would hold nodes, and wait for a trainer that does not come."""
+    cluster.submit("#!/bin/bash\n#SBATCH -N6 --exclusive --output=/dev/null\nsleep 600\n")
+    run, _, array = _elastic(tmp_path, nodes=2)
+    queued = f"elastic searchers are queued as job {array}_[0-1]"
+    assert stop.stop(run).endswith(f"; {queued}; to end them: scancel '{array}_[0-1]'")
+    cluster.run("scancel", f"{array}_[0-1]")
+    assert "are queued" not in stop.stop(run)
+
+
 def test_an_elastic_searcher_that_dies_is_restarted_alone(cluster: Cluster, tmp_path: Path) -> None:
     run, program, array = _elastic(tmp_path, nodes=1)
 
@@ -232,7 +244,7 @@ def test_an_elastic_searcher_that_dies_is_restarted_alone(cluster: Cluster, tmp_
 
 def _elastic(folder: Path, *, nodes: int) -> tuple[RunDir, Path, int]:
     """A run with elastic searchers on so many nodes; their program, and the array of jobs."""
-    run, _ = _run(folder, _site())
+    run = RunDir.create(parse_config(_config(folder).model_dump(), ["launch.elastic=4"]))
     program = folder / "searcher.py"
     program.write_text(SEARCHER)
     site = _site(requeue=True)
