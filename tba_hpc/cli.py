@@ -428,7 +428,7 @@ def stop(run: RunPath, wait: WaitSeconds = None) -> None:
 
 @app.command(rich_help_panel=TRAINING)
 def cancel(run: RunPath, wait: WaitSeconds = None) -> None:
-    """End RUN at once, on this machine or as a Slurm job, without a checkpoint; sealed shards are kept."""
+    """End RUN at once, on this machine or as a Slurm job, without waiting for a checkpoint."""
     from tba_hpc.launch import stop as launched
 
     run_dir = RunDir.open(run)

@@ -303,9 +303,10 @@ def test_answers_of_several_rewards_are_not_called_right(capsys: pytest.CaptureF
     answers = (Answer(0, "3+4=", "#### 7", True, 1.0),)
     print_result(Result("m", "float32", None, "t", "test", 2, MEAN_REWARD, found, None, answers))
     text = capsys.readouterr().out
-    assert (
-        "mean reward" in text and "prompt 0: reward 1" in text and "right" not in text and "pass@" not in text
-    )
+    assert "mean reward" in text and "prompt 0: reward 1" in text and "right" not in text
+    assert re.findall(".*pass@.*", text) == [
+        "no pass@k    the task calls no answer correct; with several rewards, task.options.correct_from does"
+    ]
 
 
 def test_named_rewards_of_greedy_answers_have_a_mean_each(

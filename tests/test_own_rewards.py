@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -30,6 +31,7 @@ from tba_hpc.core.types import Group, Request, Sampling
 from tba_hpc.loops.search_log import Sums
 from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import read_events
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.jsonl import Jsonl
 from tba_hpc.tasks.judge import LONGEST_QUOTE, Judge, JudgeError, rating
@@ -182,6 +184,21 @@ def test_answers_are_called_correct_unless_several_rewards_are_summed(own: Path)
     assert make(own, "own_rewards:size").score_name == "pass@1"
     assert make(own, several).score_name == "mean reward"
     assert make(own, several, correct_from=1.0).score_name == "pass@1"
+
+
+def test_a_trial_tells_how_rewards_are_weighted_and_which_sum_is_correct(
+    own: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tba_hpc")
+    several = {"long": "own_rewards:size", "rank": {"function": "own_rewards:ranked", "weight": 0.5}}
+    make(own, several).try_rewards()
+    make(own, several, correct_from=1.5).try_rewards()
+    make(own, "own_rewards:size").try_rewards()
+    sums = "the reward is 1 × long + 0.5 × rank; evaluations count an answer as correct "
+    assert [message for message in caplog.messages if "×" in message] == [
+        f"{sums}only if task.options.correct_from says from which sum on",
+        f"{sums}from 1.5 on (task.options.correct_from)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -976,6 +993,8 @@ def test_a_run_keeps_what_its_config_names_and_what_that_imports(
     (here / "mine.py").write_text("def f(completion): return 2")
     modules.keep(run, resolved, here)
     assert capsys.readouterr().err.startswith("mine.py changed since the run began: scores and trajectories")
+    (changed,) = read_events(run)
+    assert (changed["event"], changed["keys"], changed["files"]) == ("changed", {}, ["mine.py"])
     before = kept()
     modules.keep(run, resolved, tmp_path / "elsewhere")  # nothing there is named: a resume from anywhere
     modules.keep(run, resolved, modules.folder_of(run.path))

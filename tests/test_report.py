@@ -286,6 +286,38 @@ def test_the_page_tells_what_a_resume_changed(run: RunDir) -> None:
     assert told == ["train.learning_rate.peak 0.0005 → 0.0001", "train.steps 4 → 8"]
 
 
+def test_code_that_a_resume_changed_is_told_beside_the_scores(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resumed_run(run)
+    told = "rewards.py, words.txt at a resume; figures from before are of the old code"
+    assert told not in written(run)
+    happen(run, 4.0, "changed", keys={}, files=["rewards.py", "words.txt"])
+    happen(run, 5.0, "changed", keys={}, files=["rewards.py"])
+    assert told in written(run)
+    print_summary(run, summarise(run))
+    assert re.search(rf"^code changed +{told}$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("job", "kinds", "words"),
+    [
+        ("", ("signal", "stopped"), "asked to stop"),
+        ("7", ("signal", "stopped"), "asked to stop"),
+        ("7", ("stopped",), "ended by Slurm (cancelled, preempted or requeued), or out of time"),
+        ("7", ("signal", "stopped", "requeue"), "preempted or out of time, back to the queue"),
+        ("7", ("draining", "signal", "stopped", "requeue"), "a node drained, back to the queue"),
+        ("7", ("stopped", "requeue"), "the ranks were asked to stop, or out of time, back to the queue"),
+    ],
+)
+def test_the_page_tells_why_ranks_stopped(run: RunDir, job: str, kinds: tuple[str, ...], words: str) -> None:
+    """As ``tba status`` does: what Slurm ended was not asked to stop by the user."""
+    for time, kind in enumerate(("start", *kinds)):
+        happen(run, float(time), kind, job=job, attempt="attempt-001", trainers=1, searchers=2)
+    (row,) = page.attempt_rows(RunData.read(run))
+    assert row["outcome"] == words
+
+
 def test_minutes_do_not_run_while_nothing_does(run: RunDir) -> None:
     resumed_run(run)
     minutes = plots.run_minutes(RunData.read(run))

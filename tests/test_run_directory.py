@@ -362,7 +362,7 @@ def test_a_finished_run_goes_on_to_more_steps(run: RunDir) -> None:
     now = run_state(monitor)
     assert (now.state, now.words) == (
         "stopped",
-        "stopped at step 80, its config changed: it will continue to step 100",
+        "stopped at step 80, its config or code changed: it will continue to step 100",
     )
     assert monitor.config == longer
 
@@ -383,6 +383,9 @@ def test_every_config_that_was_changed_is_kept(run: RunDir) -> None:
     kept = sorted(run.history.iterdir())
     assert [path.name for path in kept] == [f"config-{number:04d}.yaml" for number in (1, 2, 3)]
     assert [load_config(path).checkpoint.every for path in kept] == [100, 1, 2]
+    more = config_in(run.path.parent, launch={"searchers": 5, "elastic": 2}, checkpoint={"every": 3})
+    slots = changes.changes(run, more)
+    assert slots["launch.elastic"] == (0, 2) and "launch.searchers" not in slots, "each start's own"
     told = changes.consequences(run, config_in(run.path.parent, evaluate={"test_prompts": 9}))
     assert told == (
         "resuming with checkpoint.every=100 (was 3), evaluate.every=50 (was 7), "

@@ -20,6 +20,10 @@ from tba_hpc.report.tables import NOTHING, Indented, Terminal, print_lines, prin
 __all__ = ["find_target", "measure", "print_result"]
 
 
+NO_SCORES = "the task calls no answer correct; with several rewards, task.options.correct_from does"
+"""Text shown if only mean rewards are measured."""
+
+
 def print_result(result: Result, *, as_json: bool = False) -> None:
     """Print what was evaluated, a table of all figures, and the answers that the result contains.
 
@@ -31,6 +35,8 @@ def print_result(result: Result, *, as_json: bool = False) -> None:
     asked = f"{result.task}, {result.split} split, {result.prompts:,} prompts"
     model = f"{result.model}, in {result.dtype}"
     print_lines([("model", model), ("reference", result.reference), ("task", asked)])
+    if not result.single.scores:
+        print_lines([("no pass@k", NO_SCORES)])
     print()
     decodings = [decoding for decoding in (result.single, result.sampled) if decoding]
     print_rows([row for decoding in decodings for row in _rows(decoding)])

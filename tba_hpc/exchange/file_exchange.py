@@ -590,7 +590,7 @@ class ElasticSearcherExchange(FileSearcherExchange):
         self._asked: dict[tuple[Split, int], tuple[int, str]] = {}  # evaluations taken: sequence and attempt
         super().__init__(folder, searcher, attempt="", deadline=timeout)
         if self._manifest is None:
-            log.info("no trainer has started on this run yet: waiting up to %g s for one", timeout)
+            log.info("no trainer is ready on this run: waiting up to %g s for one", timeout)
 
     @property
     def attempt(self) -> str:

@@ -69,13 +69,14 @@ def cancel(run: RunDir) -> str:
         case ActiveJob() as job:
             ask("scancel", *_of_chain(run, job))
             said = f"job {job.number} is cancelled"
+            later = "" if job.waiting else ", or from one that its ranks still save"
         case owner:
             _refuse_stranger(run, owner)
             _end(run, owner)
-            said = f"{owner} is ended"
+            said, later = f"{owner} is ended", ""
     saved, none = latest_checkpoint(run), "starts from step 0, as it has no checkpoint yet"
     resumes = "resumes from its last checkpoint" if saved else none
-    return f"{said}; nothing sealed is lost, and the run {resumes}: {_again(run)}{_staying(run)}"
+    return f"{said}; nothing sealed is lost, and the run {resumes}{later}: {_again(run)}{_staying(run)}"
 
 
 def await_end(run: RunDir, *, seconds: float) -> str:

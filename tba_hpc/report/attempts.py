@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,21 @@ FAULTS = {
 """Text shown for each kind of fault. The first two kinds are counted in metrics, the others in events."""
 
 
+WHY_REQUEUED = (
+    (("draining",), "a node drained"),
+    (("signal",), "preempted or out of time"),
+    (("stopped", "requeue"), "the ranks were asked to stop, or out of time"),
+    (("requeue",), "nodes unreachable"),
+    ((), "ended by Slurm (requeued, preempted or a node lost)"),
+)
+"""Reasons why a job is back in the queue, by events. The first reason whose events all happened applies."""
+
+
+def why_requeued(kinds: Collection[str]) -> str:
+    """Say why a job lost an allocation and went back to the queue. kinds: kinds of the events until then."""
+    return next(words for needed, words in WHY_REQUEUED if {*needed} <= {*kinds})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """One start of a run's ranks, or an allocation of a Slurm job in which none were started.
@@ -44,7 +59,7 @@ class Attempt:
     seconds; ``end`` is None while the attempt goes on, or if no event notes its end. outcome: one of ENDS,
     KILLED, or empty while it goes on. note: for a failure, a rank's sentence or the exit status, and the
     nodes that were unreachable afterwards; for a refusal, its sentence. requeued: whether the job then queued
-    again.
+    again. kinds: kinds of all its events.
     """
 
     name: str = ""
@@ -57,6 +72,7 @@ class Attempt:
     outcome: str = ""
     note: str = ""
     requeued: bool = False
+    kinds: frozenset[str] = frozenset()
 
     @property
     def lacks_ranks(self) -> bool:
@@ -83,6 +99,8 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
             found[-1] = replace(last, note=f"{last.note}, {event.get('nodes')} unreachable")
         elif last and kind == "requeue" and same:
             found[-1] = replace(last, requeued=True, end=last.end or event["time"])
+        if found and found[-1].restarts == event.get("restarts"):
+            found[-1] = replace(found[-1], kinds=found[-1].kinds | {str(kind)})
     return found
 
 

@@ -135,6 +135,12 @@ class RunData:
         return past
 
     @property
+    def changed_files(self) -> list[str]:
+        """Names of the files of the user's code that a resume changed, each once."""
+        names = [name for event in self.events for name in event.get("files", ())]
+        return list(dict.fromkeys(names))
+
+    @property
     def step(self) -> int:
         """Number of optimizer steps done."""
         return self.trainer.step

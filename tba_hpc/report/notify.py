@@ -30,7 +30,7 @@ from tba_hpc.config import Config, ConfigError
 from tba_hpc.core import web
 from tba_hpc.core.wording import count, printable
 from tba_hpc.report.alerts import Alert
-from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, RunState, run_state, why_requeued
+from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, RunState, run_state, why_back
 from tba_hpc.report.status import cells
 from tba_hpc.report.tables import NOTHING
 from tba_hpc.run.directory import RunDir
@@ -136,7 +136,7 @@ class Notifier:
         """Return the run's state once its launcher or batch script has ended. job: the job's components."""
         now, step = run_state(self._monitor), self._monitor.step
         if self._monitor.last_event == "requeue":
-            why = why_requeued(self._monitor.events)
+            why = why_back(self._monitor.events)
             return RunState("requeued", f"{why}: leaves its nodes at step {step}, to queue again")
         if now.over and (follower := next_job(self._run)):
             return RunState(now.state, f"{now.words.removeprefix('gave up: ')}; job {follower} continues")

@@ -13,13 +13,14 @@ from markupsafe import Markup
 from tba_hpc.config import ConfigError, dump_config, flat, is_elastic
 from tba_hpc.core.ports import RIGHT_AND_ENDED
 from tba_hpc.core.wording import count, duration, percent, printable
-from tba_hpc.report.attempts import KILLED, Attempt, fault_words
+from tba_hpc.report.attempts import KILLED, Attempt, fault_words, why_requeued
 from tba_hpc.report.data import RunData, history_text
 from tba_hpc.report.digest import Stretch
 from tba_hpc.report.plots import plots
 from tba_hpc.report.summary import (
     CORRECT,
     Summary,
+    changed_code,
     correct_answers,
     right_and_ended,
     summary_of,
@@ -41,6 +42,10 @@ OUTCOMES = {
     KILLED: "killed, or its node lost",
 }
 """Text shown for each outcome of an attempt."""
+
+
+BY_SLURM = "ended by Slurm (cancelled, preempted or requeued), or out of time"
+"""Text shown if the ranks of a job were stopped without a signal to its script."""
 
 
 class Tile(NamedTuple):
@@ -184,6 +189,7 @@ def _score_tile(data: RunData, summary: Summary) -> Tile:
         filter(None, [gain, *(f"{name}: {shares}" for name, shares in beside.items() if shares)])
     )
     greedy = f"greedy, {summary.test_prompts or 0:,} held-out prompts"
+    greedy += f"; {words}" if (words := changed_code(summary)) else ""
     return Tile(
         f"{summary.score_name} before → after{at}",
         data.show(before.value) if before else NOTHING,
@@ -235,6 +241,7 @@ def _attempt_words(attempt: Attempt, part: Sequence[Stretch]) -> dict[str, str]:
     last = part[-1].event if part and part[-1].event in ("stopped", "finished") else ""
     outcome = attempt.outcome or last
     words = OUTCOMES.get(outcome, "" if attempt.end else "at work")
+    words = _why_stopped(attempt) if outcome == "stopped" else words
     requeued = "back to the queue" if attempt.requeued else ""
     bad = outcome in ("failed", "refused", KILLED)
     return {
@@ -246,6 +253,12 @@ def _attempt_words(attempt: Attempt, part: Sequence[Stretch]) -> dict[str, str]:
         "outcome": ", ".join(filter(None, [words, attempt.note, requeued])),
         "verdict": "bad" if bad else "good" if outcome == "finished" else "",
     }
+
+
+def _why_stopped(attempt: Attempt) -> str:
+    if attempt.requeued:
+        return why_requeued(attempt.kinds)
+    return BY_SLURM if attempt.job and "signal" not in attempt.kinds else OUTCOMES["stopped"]
 
 
 def _utc(unix: float) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from tba_hpc.config import is_elastic
-from tba_hpc.report.attempts import Attempt, Event, failures_in_a_row
+from tba_hpc.report.attempts import Attempt, Event, failures_in_a_row, why_requeued
 from tba_hpc.report.data import RunData, series
 from tba_hpc.report.digest import SearcherDigest
 from tba_hpc.run.checkpoints import latest_checkpoint, step_of
@@ -45,15 +45,6 @@ QUEUE_SECONDS = 10.0
 
 FRESH_SECONDS = 60.0
 """Shortest silence after which a searcher counts as stopped, in seconds. Nodes' clocks differ by less."""
-
-WHY_REQUEUED = (
-    (("draining",), "a node drained"),
-    (("signal",), "preempted or out of time"),
-    (("stopped", "requeue"), "the ranks were asked to stop, or out of time"),
-    (("requeue",), "nodes unreachable"),
-    ((), "ended by Slurm (requeued, preempted or a node lost)"),
-)
-"""Reasons why a job is back in the queue, by events. The first reason whose events all happened applies."""
 
 QueueEntry = dict[str, str]
 """A component of a Slurm job; see ``run.slurm_queue.job_states``."""
@@ -298,16 +289,15 @@ def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
         why_not += ": the job will never start unless a limit or a node changes; stop it, and submit it anew"
     if not _heard_of(monitor, job):
         return RunState("queued", f"queued{why_not}", command)
-    return RunState("requeued", f"{why_requeued(events)}, back in the queue at step {step}{why_not}", command)
+    return RunState("requeued", f"{why_back(events)}, back in the queue at step {step}{why_not}", command)
 
 
-def why_requeued(events: Sequence[Event]) -> str:
+def why_back(events: Sequence[Event]) -> str:
     """Say why a run's job lost its newest allocation and went back to the queue.
 
     events: events of the run, oldest first, at least one.
     """
-    kinds = {event["event"] for event in events if event["restarts"] == events[-1]["restarts"]}
-    return next(words for needed, words in WHY_REQUEUED if kinds.issuperset(needed))
+    return why_requeued({event["event"] for event in events if event["restarts"] == events[-1]["restarts"]})
 
 
 def _heard_of(monitor: RunMonitor, job: list[QueueEntry]) -> bool:
@@ -387,7 +377,8 @@ def _ended(monitor: RunMonitor) -> RunState | None:
         case "changed":
             end = monitor.config.train.steps
             return RunState(
-                "stopped", f"stopped at step {step}, its config changed: it will continue to step {end}"
+                "stopped",
+                f"stopped at step {step}, its config or code changed: it will continue to step {end}",
             )
         case "aborted":
             return RunState("aborted", f"killed on request at step {step}; {_resumed_by(monitor)}")

@@ -55,7 +55,9 @@ class Summary(Counts):
     metric. rewards: current values of the first SHOWN_REWARDS named rewards, without weights; empty unless
     the task names several.
     skipped_steps: optimizer steps skipped, since loss or gradient norm was not finite. rejected: trajectories
-    set aside, since they have no usable reward. alerts: sentences, the worst first.
+    set aside, since they have no usable reward. changed_files: files of the user's code that a resume has
+    changed, so that rewards and scores from before and after may not be comparable. alerts: sentences, the
+    worst first.
     """
 
     pass_at_1_before: float | None
@@ -89,6 +91,7 @@ class Summary(Counts):
     rewards: dict[str, float | None]
     skipped_steps: int
     rejected: int
+    changed_files: list[str]
     alerts: list[str]
 
     @property
@@ -144,6 +147,7 @@ def summary_of(data: RunData) -> Summary:
         },
         skipped_steps=trends.skipped,
         rejected=trends.rejected,
+        changed_files=data.changed_files,
         alerts=[alert.sentence for alert in data.alerts],
     )
 
@@ -258,6 +262,7 @@ def _optional_rows(summary: Summary) -> dict[str, Cell]:
         "skipped steps": summary.skipped_steps or None,
         "rejected trajectories": summary.rejected or None,
         "dropped trajectories": summary.dropped or None,
+        "code changed": changed_code(summary) or None,
     }
     return {name: value for name, value in optional.items() if value is not None}
 
@@ -271,6 +276,12 @@ def right_and_ended(summary: Summary) -> str | None:
     if not summary.test_prompts or ended == (summary.pass_at_1_before, summary.pass_at_1_after):
         return None
     return " → ".join(percent(share) for share in ended if share is not None)
+
+
+def changed_code(summary: Summary) -> str:
+    """Return a phrase about files of the user's code that a resume changed; "" for none."""
+    names = ", ".join(summary.changed_files)
+    return f"{names} at a resume; figures from before are of the old code" if names else ""
 
 
 def correct_answers(summary: Summary) -> str | None:

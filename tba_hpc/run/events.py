@@ -39,7 +39,8 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
     prepared    the run directory is ready for a job; ``command``: what submits the run again
     submitted   Slurm has accepted ``job``
     allocated   a batch script begins, for the first time or after a requeue; ``nodes``: "node1,node2"
-    changed     a resume brings another config; ``keys``: {"train.steps": [80, 2000]}, old and new values
+    changed     a resume brings another config; ``keys``: {"train.steps": [80, 2000]}, old and new values;
+                or other code of the user's; ``files``: ["my_rewards.py"], and no ``keys``
     start       the ranks are about to be started; ``attempt``: "attempt-003", ``trainers``, ``searchers``
     failed      a rank failed, and all ranks have ended; ``code``: exit status
     aborted     the user killed the ranks by pressing Ctrl-C twice

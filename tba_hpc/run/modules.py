@@ -18,6 +18,7 @@ from pathlib import Path
 from tba_hpc.config import Config, shipped
 from tba_hpc.core.own_code import is_own
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import log_event
 from tba_hpc.run.files import replacing
 
 LARGEST_FILE = 64 << 20
@@ -58,6 +59,7 @@ def keep(run: RunDir, config: Config, beside: Path) -> None:
 
     If the config needs nothing from that folder, the earlier copy stays. Messages on stderr name files that
     differ from the earlier copy, unless the run has produced nothing, and files that are too large to copy.
+    Files that differ are also logged, as an event ``changed``.
     """
     found, large = needed(config, beside)
     if not found or beside.resolve() == run.modules.resolve():
@@ -76,6 +78,7 @@ def keep(run: RunDir, config: Config, beside: Path) -> None:
             "old code; to start afresh choose another run.name",
             file=sys.stderr,
         )
+        log_event(run, "changed", keys={}, files=changed)
     with replacing(run.modules) as part:
         copy(found, beside, part)
 

@@ -228,6 +228,16 @@ class Jsonl(Rows[Fields]):
                 reward.try_on(row)
             elif isinstance(reward, Function):
                 reward.try_on(row, seconds)
+        if len(self._weights) > 1:
+            log.info(self._sum_in_words())
+
+    def _sum_in_words(self) -> str:
+        """Return a sentence on the weights of the rewards, and on which sum counts as correct."""
+        parts = " + ".join(f"{weight:g} × {name}" for name, weight in self._weights.items())
+        least = f"from {self._correct_from:g} on (task.options.correct_from)"
+        if self.score_name == MEAN_REWARD:
+            least = "only if task.options.correct_from says from which sum on"
+        return f"the reward is {parts}; evaluations count an answer as correct {least}"
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """Return the weighted sum of all rewards for each completion; see also ``reward_parts``."""

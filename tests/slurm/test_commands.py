@@ -109,6 +109,7 @@ def test_a_cancelled_job_ends_at_once(cluster: Cluster, tmp_path: Path) -> None:
     _working(cluster, run, 1)
     said = stop.cancel(run)
     assert said.startswith(f"job {job} is cancelled; nothing sealed is lost")
+    assert "starts from step 0, as it has no checkpoint yet, or from one that its ranks still save: " in said
     assert said.endswith(f"tba submit --config {run.path} --nodes 3")
     stop.await_end(run, seconds=60)
     assert cluster.wait(int(job)) == "CANCELLED"
