@@ -27,7 +27,7 @@ from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling
 from tba_hpc.evaluate import find_target, measure, print_result
 from tba_hpc.evaluate.measure import Judged, Result, assess, judge, samplings
 from tba_hpc.learner.hf_model import load_tokenizer
-from tba_hpc.report.estimates import pass_at_k, passes, wilson
+from tba_hpc.report.estimates import mean, pass_at_k, passes, wilson
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer
 from tba_hpc.tasks import load_task
@@ -65,6 +65,13 @@ def test_a_score_is_the_mean_over_prompts() -> None:
     """Of 4 samples 0, 0, 1 and 4 are right: pass@2 is 0, 0, 1/2 and 1."""
     found = passes([0, 0, 1, 4], 4)
     assert {k: estimate.value for k, estimate in found.items()} == {1: 5 / 16, 2: 3 / 8, 4: 1 / 2}
+
+
+def test_the_interval_of_a_mean_ends_at_the_largest_value() -> None:
+    """Rewards 1, 1, 1 and 0.6 have the standard error 0.1."""
+    free, bounded = (mean(3.6, 3.36, 4, **ends) for ends in ({}, {"least": 0.6, "most": 1.0}))
+    assert (free.low, free.high) == pytest.approx((0.9 - 0.19600, 0.9 + 0.19600), abs=1e-5)
+    assert (bounded.low, bounded.value, bounded.high) == (free.low, free.value, 1.0)
 
 
 def test_pass_at_k_has_an_interval_that_is_wide_at_the_edges_and_normal_in_the_middle() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -61,6 +62,10 @@ def test_graded_evaluations_have_the_mean_reward_as_their_score(tmp_path: Path) 
     assert (found["score"], found["reward"]) == (0.5, 0.5)
     assert found["high"] - found["low"] == pytest.approx(2 * 1.96 * (0.5 / 3) ** 0.5 / 2, rel=1e-4)
     assert found["correct"] is None and found["ended_score"] is None
+    least, most = (1 - 0.5**0.5) / 2, (1 + 0.5**0.5) / 2
+    results = {0: least, 1: least, 2: most, 3: most}
+    write_evaluation(run, 0, 1, replace(part, step=20, results=results))
+    assert tba_hpc.read(run.path).evaluations.iloc[-1][["low", "high"]].tolist() == [least, most]
 
 
 def test_samples_are_all_there_in_the_order_of_their_weights(run: RunDir) -> None:

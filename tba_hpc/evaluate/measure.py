@@ -275,7 +275,8 @@ class Judged(NamedTuple):
         if not some_P.any():
             return None
         mean_P = np.nanmean(np.where(graded_PN, self.grade_PN, np.nan)[some_P], 1)
-        return mean(mean_P.sum(), (mean_P**2).sum(), len(mean_P))
+        ends = {"least": mean_P.min(), "most": mean_P.max()}
+        return mean(mean_P.sum(), (mean_P**2).sum(), len(mean_P), **ends)
 
 
 def judge(task: Task, groups: Sequence[Group]) -> Judged:

@@ -195,7 +195,9 @@ class RunData:
     def score(self, evaluation: Evaluation) -> Estimate:
         """Return the score of one evaluation (see ``score_name``) with its 95 % interval."""
         if self.graded and evaluation.graded:
-            return mean(evaluation.rewards, evaluation.squares, evaluation.graded)
+            found = evaluation.results.values()  # empty for a validation
+            ends = {"least": min(found), "most": max(found)} if found else {}
+            return mean(evaluation.rewards, evaluation.squares, evaluation.graded, **ends)
         return wilson(evaluation.correct, evaluation.total)
 
     def show(self, score: float) -> str:

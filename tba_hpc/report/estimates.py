@@ -31,17 +31,19 @@ def wilson(successes: float, trials: float) -> Estimate:
     return Estimate(share, max(0.0, centre - half), min(1.0, centre + half))
 
 
-def mean(total: float, squares: float, count: int) -> Estimate:
+def mean(
+    total: float, squares: float, count: int, *, least: float = -math.inf, most: float = math.inf
+) -> Estimate:
     """Estimate the mean of values with the normal interval.
 
-    total, squares: sum of the values and of their squares. count: number of values, at least 1. The interval
-    may reach beyond the largest possible value, which is not known here: a task does not say what its largest
-    reward is. For a share use ``wilson``.
+    total, squares: sum of the values and of their squares. count: number of values, at least 1. least, most:
+    smallest and largest value. The interval ends there at the latest, since a mean of such values cannot lie
+    beyond; a task does not say which rewards are possible. For a share use ``wilson``.
     """
     value = total / count
     spread = max(0.0, squares - total * value) / max(1, count - 1)
     half = Z * math.sqrt(spread / count)
-    return Estimate(value, value - half, value + half)
+    return Estimate(value, min(value, max(least, value - half)), max(value, min(most, value + half)))
 
 
 def mean_share(shares: Sequence[float]) -> Estimate:
