@@ -294,7 +294,7 @@ def test_code_that_a_resume_changed_is_told_beside_the_scores(
     assert told not in written(run)
     happen(run, 4.0, "changed", keys={}, files=["rewards.py", "words.txt"])
     happen(run, 5.0, "changed", keys={}, files=["rewards.py"])
-    assert told in written(run)
+    assert f"held-out prompts; code changed: {told}" in written(run)
     print_summary(run, summarise(run))
     assert re.search(rf"^code changed +{told}$", capsys.readouterr().out, re.MULTILINE)
 

@@ -76,7 +76,7 @@ def _sizes(task: Task, config: Config) -> str:
     """Return a sentence on the number of prompts of each split, and on the longest prompt of all."""
     prompts = {split: task.prompts(split) for split in get_args(Split)}
     numbers = ", ".join(f"{split} {len(of_split):,}" for split, of_split in prompts.items())
-    longest = max(len(prompt.tokens) for of_split in prompts.values() for prompt in of_split)
+    longest = max((len(prompt.tokens) for of_split in prompts.values() for prompt in of_split), default=0)
     room = prompt_room(config)
     return f"prompts: {numbers}; the longest has {longest} tokens, and there is room for {room}"
 

@@ -189,7 +189,7 @@ def _score_tile(data: RunData, summary: Summary) -> Tile:
         filter(None, [gain, *(f"{name}: {shares}" for name, shares in beside.items() if shares)])
     )
     greedy = f"greedy, {summary.test_prompts or 0:,} held-out prompts"
-    greedy += f"; {words}" if (words := changed_code(summary)) else ""
+    greedy += f"; code changed: {words}" if (words := changed_code(summary)) else ""
     return Tile(
         f"{summary.score_name} before → after{at}",
         data.show(before.value) if before else NOTHING,
