@@ -304,7 +304,7 @@ def test_code_that_a_resume_changed_is_told_beside_the_scores(
     [
         ("", ("signal", "stopped"), "asked to stop"),
         ("7", ("signal", "stopped"), "asked to stop"),
-        ("7", ("stopped",), "ended by Slurm (cancelled, preempted or requeued), or out of time"),
+        ("7", ("stopped",), "ended by Slurm (cancelled or preempted), or out of time"),
         ("7", ("signal", "stopped", "requeue"), "preempted or out of time, back to the queue"),
         ("7", ("draining", "signal", "stopped", "requeue"), "a node drained, back to the queue"),
         ("7", ("stopped", "requeue"), "the ranks were asked to stop, or out of time, back to the queue"),
@@ -316,6 +316,15 @@ def test_the_page_tells_why_ranks_stopped(run: RunDir, job: str, kinds: tuple[st
         happen(run, float(time), kind, job=job, attempt="attempt-001", trainers=1, searchers=2)
     (row,) = page.attempt_rows(RunData.read(run))
     assert row["outcome"] == words
+
+
+def test_the_page_tells_a_requeue_by_slurm_from_a_cancellation(run: RunDir) -> None:
+    for restarts in (0, 1):
+        for time, kind in enumerate(("allocated", "start", "stopped")):
+            happen(run, 10.0 * restarts + time, kind, job="7", restarts=restarts, trainers=1, searchers=2)
+    first, second = (row["outcome"] for row in page.attempt_rows(RunData.read(run)))
+    assert first == "ended by Slurm (requeued, preempted or a node lost)"
+    assert second == "ended by Slurm (cancelled or preempted), or out of time"
 
 
 def test_minutes_do_not_run_while_nothing_does(run: RunDir) -> None:

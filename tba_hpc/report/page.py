@@ -44,7 +44,7 @@ OUTCOMES = {
 """Text shown for each outcome of an attempt."""
 
 
-BY_SLURM = "ended by Slurm (cancelled, preempted or requeued), or out of time"
+BY_SLURM = "ended by Slurm (cancelled or preempted), or out of time"
 """Text shown if the ranks of a job were stopped without a signal to its script."""
 
 
@@ -227,21 +227,22 @@ def attempt_rows(data: RunData) -> list[dict[str, Any]]:
     since, whole = found[0].start, max(max(ends) - found[0].start, 1e-9)
     return [
         {
-            **_attempt_words(attempt, part),
+            **_attempt_words(attempt, part, after),
             "lasted": duration(end - attempt.start),
             "left": 100 * (attempt.start - since) / whole,
             "width": 100 * (end - attempt.start) / whole,
         }
-        for attempt, part, end in zip(found, data.stretches, ends, strict=True)
+        for attempt, part, end, after in zip(found, data.stretches, ends, [*found[1:], None], strict=True)
     ]
 
 
-def _attempt_words(attempt: Attempt, part: Sequence[Stretch]) -> dict[str, str]:
+def _attempt_words(attempt: Attempt, part: Sequence[Stretch], after: Attempt | None) -> dict[str, str]:
     # The trainer writes the page before the launcher notes the attempt's end.
     last = part[-1].event if part and part[-1].event in ("stopped", "finished") else ""
     outcome = attempt.outcome or last
+    returned = after is not None and attempt.job == after.job and attempt.restarts < after.restarts
     words = OUTCOMES.get(outcome, "" if attempt.end else "at work")
-    words = _why_stopped(attempt) if outcome == "stopped" else words
+    words = _why_stopped(attempt, returned=returned) if outcome == "stopped" else words
     requeued = "back to the queue" if attempt.requeued else ""
     bad = outcome in ("failed", "refused", KILLED)
     return {
@@ -255,8 +256,9 @@ def _attempt_words(attempt: Attempt, part: Sequence[Stretch]) -> dict[str, str]:
     }
 
 
-def _why_stopped(attempt: Attempt) -> str:
-    if attempt.requeued:
+def _why_stopped(attempt: Attempt, *, returned: bool) -> str:
+    """Say why the ranks of an attempt were stopped. returned: whether its job then got nodes again."""
+    if attempt.requeued or returned:
         return why_requeued(attempt.kinds)
     return BY_SLURM if attempt.job and "signal" not in attempt.kinds else OUTCOMES["stopped"]
 
