@@ -26,7 +26,7 @@ from tba_hpc.core.ports import EngineError, ExchangeError
 from tba_hpc.core.types import Role, Split
 from tba_hpc.core.wording import output_is_lost, print_in_any_encoding, printable, though_output_is_lost
 from tba_hpc.launch import LaunchError
-from tba_hpc.report.track.follow import require_trackers
+from tba_hpc.report.track.follow import require_login, require_trackers
 from tba_hpc.run import modules
 from tba_hpc.run.caches import keep_caches_private
 from tba_hpc.run.changes import consequences, is_done, refuse_steps_behind, resume_notice
@@ -151,6 +151,7 @@ def run(
     done = is_done(run_dir, resolved)
     said: list[str] = []
     if not done:
+        require_login(resolved)
         refuse_owned(run_dir)
         facts = Facts(config=resolved, beside=modules.folder_of(config))
         findings = passed([*FILES, *(RUN if dry_run else START)], facts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -14,9 +15,11 @@ import pytest
 from recorded import evaluate, new_run, resumed_run, search, step, write
 from tensorboardX.proto.event_pb2 import Event
 from typed import tba
+from waiting import until
 
-from tba_hpc.config import Config, load_config
-from tba_hpc.report.track.follow import OWNER, News, follow, tracked
+from tba_hpc.config import Config, ConfigError, load_config
+from tba_hpc.report.data import RunData
+from tba_hpc.report.track.follow import OWNER, News, follow, require_login, tracked
 from tba_hpc.report.track.sinks import Point
 from tba_hpc.run import owners
 from tba_hpc.run.directory import RunDir
@@ -135,6 +138,7 @@ def history(run: RunDir) -> list[dict[str, Any]]:
 
 
 WANDB = "track.wandb=p"
+KEY = 40 * "a"
 
 
 @pytest.fixture(autouse=True)
@@ -204,6 +208,57 @@ def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, caplog: pytest.LogC
     with tracked(run, config_of(run, "track.tensorboard=false")):
         pass
     assert len(caplog.records) == 1
+
+
+def test_a_tracker_that_fails_during_the_run_is_an_alert_until_figures_are_sent(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin_attempt()
+    run.adapt(["track.tensorboard=true"])
+    assert RunData.read(run).alerts == []
+    (run.path / "track").write_text("in the way")
+    with tracked(run, run.config()):
+        until(run.tracker_failed.exists)
+        (alert,) = RunData.read(run).alerts
+    assert alert.short == "figures are not sent to TensorBoard (see logs/latest/tracker.log)"
+    assert f"See {run.logs}/attempt-001/tracker.log, then type tba track {run.path}." in alert.sentence
+    (run.path / "track").unlink()
+    follow(run, run.config())
+    assert RunData.read(run).alerts == []
+    run.tracker_failed.touch()
+    run.begin_attempt()
+    assert RunData.read(run).alerts == []
+
+
+def test_a_run_that_w_and_b_would_not_hear_of_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="pip install 'wandb==0.31.0'")
+    wanted = config_of(new_run(tmp_path), WANDB)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    here = {"HOME": str(home), "PATH": os.environ["PATH"]}
+    with pytest.raises(ConfigError, match=r"track\.wandb=p needs a login to W&B, .* export WANDB_"):
+        require_login(wanted, here)
+    require_login(wanted, here, python="/no/python")  # is not known to lack one
+    require_login(config_of(new_run(tmp_path), "track.wandb=null"), here)
+    require_login(wanted, here | {"WANDB_MODE": "offline"})
+    require_login(wanted, here | {"WANDB_API_KEY": KEY})
+    (home / ".netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
+    require_login(wanted, here)
+    (home / ".netrc").unlink()
+    (home / "wandb").mkdir()
+    (home / "wandb/settings").write_text("[default]\nmode = offline\n")  # by wandb offline
+    require_login(wanted, here)
+
+
+def test_tba_run_asks_for_the_login_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="pip install 'wandb==0.31.0'")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_MODE")
+    done = tba("run", "quickstart", "--set", WANDB, "--set", f"run.root={tmp_path}/runs")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "needs a login to W&B" in done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_nothing_is_imported_until_it_is_used(tmp_path: Path) -> None:

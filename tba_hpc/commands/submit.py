@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tba_hpc.checks.facts import Facts, Finding, SlurmFacts, job_environment, refuse, warning
+from tba_hpc.checks.facts import Facts, Finding, SlurmFacts, job_environment, login_python, refuse, warning
 from tba_hpc.checks.lists import ELASTIC, SUBMIT
 from tba_hpc.checks.mpi_checks import find_library
 from tba_hpc.checks.slurm_checks import judge_job_requeue
@@ -28,6 +28,7 @@ from tba_hpc.launch.component_nodes import separate_nodes
 from tba_hpc.launch.plan import Component, Plan, Site, searchers_of_a_node
 from tba_hpc.launch.sbatch import elastic_script, job_of
 from tba_hpc.report.notify import require_addresses, require_command
+from tba_hpc.report.track.follow import require_login
 from tba_hpc.run import slurm_queue
 from tba_hpc.run.changes import consequences, is_done, refuse_steps_behind
 from tba_hpc.run.directory import RunDir
@@ -121,6 +122,8 @@ def _check(submission: Submission, found: dict[Path, list[Finding]], *, several:
     if job is None:
         refuse_owned(run)
     after, remarks = _awaited(submission.after) if submission.after else (None, [])
+    if new and not (is_done(run, config) or site.setup or site.modules or site.container):
+        require_login(config, job_environment(site), login_python(site))
     split = split if is_done(run, config) else separate_nodes(split, site)
     ready = Ready(
         submission=submission,

@@ -7,6 +7,7 @@ wrong for nearly every task, so that a healthy run raises no alert.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -19,6 +20,7 @@ from tba_hpc.core.schedules import reference_power
 from tba_hpc.core.wording import count
 from tba_hpc.report.curves import Point, Trends
 from tba_hpc.report.digest import TrainerDigest
+from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
 
 SHOWN = 3
@@ -653,6 +655,19 @@ def idle_searchers(view: View) -> Alert | None:
         key="launch.trainers",
         why="they can produce more than the trainer uses",
         remedy="give the trainer more of the machines (launch.trainers), or raise exchange.max_staleness",
+    )
+
+
+def failed_tracker(run: RunDir, config: Config) -> Alert | None:
+    """Alert if the process that sends figures to trackers has failed, and none has sent them since."""
+    if not run.tracker_failed.exists():
+        return None
+    names = {"wandb": "W&B", "tensorboard": "TensorBoard"}
+    return _alert(
+        f"figures are not sent to {' and '.join(names[name] for name in config.track.wanted)}",
+        key="logs/latest/tracker.log",
+        why="the process beside the trainer that sends them has failed, while training goes on",
+        remedy=f"see {run.attempt}/tracker.log, then type tba track {shlex.quote(str(run.path))}",
     )
 
 

@@ -18,7 +18,7 @@ from tba_hpc.config import is_elastic, value_text
 from tba_hpc.core.ports import MEAN_REWARD
 from tba_hpc.core.types import Split
 from tba_hpc.core.wording import percent
-from tba_hpc.report.alerts import Alert, alerts
+from tba_hpc.report.alerts import Alert, alerts, failed_tracker
 from tba_hpc.report.attempts import FAULTS, KILLED, Attempt, Event, attempts, held_seconds
 from tba_hpc.report.curves import Curve, Trends
 from tba_hpc.report.digest import SearcherDigest, Stretch, TrainerDigest, kept_digest
@@ -171,7 +171,9 @@ class RunData:
     @property
     def alerts(self) -> list[Alert]:
         """Current alerts, the worst first."""
-        return alerts(self.trainer, self.config, list(self.evaluations.values()))
+        found = alerts(self.trainer, self.config, list(self.evaluations.values()))
+        unsent = failed_tracker(self.run, self.config)
+        return [*found, unsent] if unsent else found
 
     def evaluated(self, split: Split) -> list[Evaluation]:
         """Return the complete evaluations of a split, ordered by step."""

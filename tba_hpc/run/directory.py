@@ -445,6 +445,11 @@ class RunDir:
         return self.logs / os.environ.get(ATTEMPT, (self.logs / "latest").resolve().name)
 
     @property
+    def tracker_failed(self) -> Path:
+        """Path of a file that exists if the attempt's tracker has failed, and none has sent figures since."""
+        return self.attempt / "tracker.failed"
+
+    @property
     def attempt_number(self) -> int:
         """Number of the attempt whose folder is ``attempt``, counted from 1."""
         return int(self.attempt.name.removeprefix("attempt-"))

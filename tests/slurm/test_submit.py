@@ -686,6 +686,20 @@ def test_an_address_that_the_job_would_lack_is_asked_for_at_once(
         assert tba("submit", *files, *notify, "--set", f"run.seed={seed}").returncode == 0, more
 
 
+def test_a_login_to_w_and_b_that_the_job_would_lack_is_asked_for_at_once(
+    cluster: Cluster, tmp_path: Path, files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="pip install 'wandb==0.31.0'")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    refused = tba("submit", *files, "--set", "track.wandb=p")
+    assert refused.returncode == 2 and not cluster.run("squeue", "-h")
+    assert "track.wandb=p needs a login to W&B" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1 and not (tmp_path / "runs").exists()
+    site = tmp_path / "site.yaml"
+    site.write_text(site.read_text().replace("}", ", environment: {WANDB_MODE: offline}}"))
+    assert tba("submit", *files, "--set", "track.wandb=p").returncode == 0
+
+
 def test_a_command_that_the_job_would_lack_is_refused_at_once(
     cluster: Cluster, tmp_path: Path, files: list[str]
 ) -> None:

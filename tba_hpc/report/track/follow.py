@@ -19,11 +19,12 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
+from threading import Thread
 from typing import Any
 
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.core.ports import RIGHT_AND_ENDED
-from tba_hpc.report.track.sinks import Point, Sink, TensorBoardSink, WandbSink, wandb_mode
+from tba_hpc.report.track.sinks import Point, Sink, TensorBoardSink, WandbSink, lacks_login, wandb_mode
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import evaluations_on_disk, find_evaluation
 from tba_hpc.run.files import make_folder, write_atomic
@@ -52,6 +53,17 @@ def require_trackers(config: Config) -> None:
         raise ConfigError("track.wandb needs the package wandb: pip install 'wandb==0.31.0'")
 
 
+def require_login(
+    config: Config, environment: Mapping[str, str] = os.environ, python: str = sys.executable
+) -> None:
+    """Raise ConfigError if W&B is wanted but has no login, see ``lacks_login``."""
+    if config.track.wandb and lacks_login(environment, python):
+        raise ConfigError(
+            f"track.wandb={config.track.wandb} needs a login to W&B, and there is none here: type wandb "
+            "login, export WANDB_API_KEY, or export WANDB_MODE=offline and upload later with wandb sync"
+        )
+
+
 def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = lambda _: False) -> None:
     """Send all figures of a run, and then new ones until the run is finished or ``goes_on`` returns False.
 
@@ -70,6 +82,7 @@ def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = la
         while more:
             more = goes_on(PAUSE_SECONDS)  # waits first, so that what came meanwhile is sent below
             ended = [follower.look() for follower in followers]
+            run.tracker_failed.unlink(missing_ok=True)
             more = more and not (all(ended) and run.finished)
         for follower in followers:
             follower.sink.close()
@@ -195,24 +208,34 @@ def tracked(run: RunDir, config: Config) -> Iterator[None]:
             stderr=output,
             start_new_session=True,  # the signals that end ranks must not end it
         )
+    watch = Thread(target=_note_failure, args=(run, process), daemon=True)
+    watch.start()
     try:
         yield
     finally:
-        if process is None or not _ends_well(process):
-            log.warning("some figures of %s were not sent: see %s, then run tba track", run.path, path)
+        if process:
+            _end(process)
+        watch.join()
 
 
-def _ends_well(process: subprocess.Popen[bytes]) -> bool:
-    """Close the child's input, wait for the child to end, and return whether it has sent all figures."""
+def _note_failure(run: RunDir, process: subprocess.Popen[bytes] | None) -> None:
+    """Wait for the child to end; if it fails, log a warning, and leave a file for the run's alerts."""
+    if process and process.wait() == 0:
+        return
+    log.warning("some figures of %s are not sent: see %s, then run tba track", run.path, run.attempt / LOG)
+    with suppress(OSError):
+        run.tracker_failed.touch()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Close the child's input, and wait for the child to send the remaining figures and end."""
     assert process.stdin is not None
     with suppress(OSError):
         process.stdin.close()
     try:
-        return process.wait(END_SECONDS) == 0
+        process.wait(END_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
-        return False
 
 
 def until_eof(seconds: float) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -81,6 +83,41 @@ def wandb_mode() -> str:
     return os.environ.get("WANDB_MODE", "online")
 
 
+NO_LOGIN = 3
+"""Exit code of this module as a program if W&B would send figures, but has no login."""
+
+LOGIN_SECONDS = 60
+"""Time limit of that program, in seconds."""
+
+
+def lacks_login(environment: Mapping[str, str], python: str) -> bool:
+    """Return whether W&B would send figures but has no login; False if that cannot be found out.
+
+    W&B itself looks into its variables, its settings and netrc, and asks no server. A process of its own does
+    that, since W&B sets variables and starts threads. environment, python: those of the ranks.
+    """
+    try:
+        done = subprocess.run(
+            [python, "-P", "-m", __name__],
+            env={**environment, "WANDB_SILENT": "true"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=LOGIN_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == NO_LOGIN
+
+
+def _look_for_login() -> int:
+    """Return the exit code of this module as a program: NO_LOGIN, or 0."""
+    import wandb
+
+    if wandb.login(prompt=False, verify=False):  # False if W&B is offline or disabled, too
+        return 0
+    return 0 if wandb.setup().settings.mode in ("offline", "dryrun", "disabled") else NO_LOGIN
+
+
 class WandbSink:
     """Writer of a W&B run, which each later process continues. Offline, each process writes its own folder.
 
@@ -141,3 +178,7 @@ def _table(answers: Sequence[Answer]) -> Any:
 
 
 Sink = TensorBoardSink | WandbSink
+
+
+if __name__ == "__main__":
+    sys.exit(_look_for_login())
