@@ -539,16 +539,65 @@ def test_equal_rewards_of_a_function_may_come_from_numbers_that_are_compared_wit
     assert words in alerted(NEVER_RIGHT, task=jsonl)[0] and words not in alerted(NEVER_RIGHT)[0]
 
 
-def test_a_queue_that_is_waited_for_is_not_told_to_use_data_twice() -> None:
+def test_a_trainer_that_waits_is_told_of_the_limits_that_are_set() -> None:
     waits = {"train/wait_share": always(0.7)}
-    assert "or buffer.replay_limit if one of these limits makes" in alerted(waits)[0]
-    once = alerted(waits, buffer={"replay_limit": 1})[0]
-    assert "or exchange.max_staleness if this limit makes the trainer wait" in once
-    assert "replay_limit" not in once
+
+    def last_remedy(**sections: Any) -> str:
+        return alerted(waits, **sections)[0].partition("launch.searchers")[2]
+
+    assert last_remedy() == "."
+    stale, replay = {"max_staleness": 9}, {"replay_limit": 4, "capacity_per_prompt": 1000}
+    both = last_remedy(exchange=stale, buffer=replay)
+    one = ", or raise exchange.max_staleness if this limit makes the trainer wait."
+    assert both == one.replace(
+        "staleness if this limit", "staleness or buffer.replay_limit if one of these limits"
+    )
+    assert last_remedy(exchange=stale) == last_remedy(buffer={"replay_limit": 1}) == one  # data are used once
+
+
+DULLED: Values = {**DULL, "search/entropy": after(30, 0.004, 0.4)}
+OFF: Values = {"search/kl": lambda step: 0.6 * step}
+SUNK: Values = {"train/better_log_weight": after(41, -4.0, 0.5)}
+FELL = evaluated({10: 0.6, 20: 0.1, 40: 0.3})
+HALF = evaluated({10: 0.3, 40: 0.5, 70: 0.5})
+IDLE: Values = {"search/paused_share": always(0.8)}
+FEW: Values = {"train/ess": after(40, 0.02, 0.9)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key", "given"),
+    [
+        *(
+            (case(changes, scores), "train.beta", {"train": {"objective": "dr_grpo"}})
+            for changes, scores in ((DULLED, HALF), (OFF, []), ({}, FELL))
+        ),
+        (case(SUNK, HALF), "exchange.max_staleness", {"exchange": IN_TURNS}),
+        (case({"train/skipped_steps": lambda at: at >= 9}), "max_staleness", {"exchange": IN_TURNS}),
+        (case(IDLE, exchange={"max_staleness": 9}), "max_staleness", {"exchange": {}}),
+        (case(FEW, train={"objective": "grpo"}), "most_on_policy", {"buffer": {"most_on_policy": 1}}),
+        (
+            case(FIRST_GAP, train={"ratio_bound": "none"}),
+            "train.ratio_bound",
+            {"train": {"objective": "grpo"}},
+        ),
+        (case(FIRST_GAP), "model.dtype", {"model": {"path": "m", "dtype": "float32"}}),
+    ],
+)
+def test_only_keys_with_an_effect_are_named(wrong: Case, key: str, given: dict[str, Any]) -> None:
+    changes, scores, sections = wrong
+    before, now = alerted(changes, scores, **sections), alerted(changes, scores, **{**sections, **given})
+    assert key in before[0] and now and key not in now[0], (before, now)
+    found = alerts(trainer_of({**HEALTHY, **changes}), config(**{**sections, **given}), scores or SOLVED)
+    assert key not in found[0].short
+
+
+def test_a_bound_that_reweights_may_be_left_out() -> None:
+    (found,) = alerted(FEW, train={"ratio_bound": "cap"})
+    assert found.endswith("; without train.ratio_bound=cap it does not reweight.")
 
 
 def test_a_slow_program_is_named_before_more_searchers() -> None:
     waits = {"train/wait_share": always(0.7)}
     assert "Raise launch.searchers" in alerted(waits)[0]
     (sentence,) = alerted(waits, task={"name": "agent", "options": {"command": ["python", "a.py"]}})
-    assert "Make the program start faster" in sentence and "or raise launch.searchers" in sentence
+    assert "Make the program start faster" in sentence and ", or raise launch.searchers." in sentence

@@ -118,6 +118,19 @@ class View:
         return self.config.exchange.max_staleness == 0
 
     @property
+    def fresher(self) -> tuple[str, ...]:
+        """Clause that advises fresher data by exchange.max_staleness; empty if they cannot be fresher."""
+        now = self.config.exchange.max_staleness
+        if now is None:
+            return ("bound exchange.max_staleness",)
+        return (f"lower exchange.max_staleness (now {now})",) if now else ()
+
+    @property
+    def nearer(self) -> tuple[str, ...]:
+        """The key train.beta, which holds the policy near its reference; empty if the objective has no KL."""
+        return ("train.beta",) if self.config.train.objective.weighs_kl else ()
+
+    @property
     def lower_rate(self) -> str:
         """Clause that advises a lower peak of the learning rate, the remedy in many alerts."""
         return f"lower train.learning_rate.peak (now {self.config.train.learning_rate.peak:g})"
@@ -156,6 +169,11 @@ def _alert(words: str, since: int | None = None, *, key: str, why: str, remedy: 
     found = words if since is None else f"{words} since step {since}"
     sentence = f"{found[0].upper()}{found[1:]}: {why}. {remedy[0].upper()}{remedy[1:]}."
     return Alert(f"{found} (see {key})", key, sentence)
+
+
+def _any_of(*clauses: str) -> str:
+    """Join clauses that are alternatives: ``a``, ``a, or b``, or ``a, b, or c``."""
+    return ", ".join([*clauses[:-2], ", or ".join(clauses[-2:])])
 
 
 def _since(points: Sequence[Point], is_wrong: Callable[[float], bool]) -> int | None:
@@ -207,7 +225,7 @@ def skipped_steps(view: View) -> Alert | None:
         found,
         key="train.learning_rate.peak",
         why="loss or gradient norm was not finite, a sign that training diverges",
-        remedy=f"{view.lower_rate}, or bound exchange.max_staleness",
+        remedy=_any_of(view.lower_rate, *view.fresher),
     )
 
 
@@ -304,8 +322,10 @@ def falling(view: View) -> Alert | None:
         words,
         key="train.learning_rate.peak",
         why="the policy is unlearning, most often because steps are too large",
-        remedy=f"{view.lower_rate}, by a factor of three to begin with, or hold the policy nearer to its "
-        "reference by a higher train.beta",
+        remedy=_any_of(
+            f"{view.lower_rate}, by a factor of three to begin with",
+            *(f"hold the policy nearer to its reference by a higher {key}" for key in view.nearer),
+        ),
     )
 
 
@@ -391,12 +411,13 @@ def sinking_answers(view: View) -> Alert | None:
         "train.ratio_bound=taper": isinstance(train.ratio_bound, Unbounded) and train.objective.takes_bound,
     }
     free = [setting for setting, applies in settings.items() if applies]
-    bound = f"bound exchange.max_staleness or {view.lower_rate}"
+    bound = _any_of(*view.fresher, view.lower_rate)
+    key = "exchange.max_staleness" if view.fresher else "train.learning_rate.peak"
     return _alert(
         f"answers above their group's mean reward are {_few(now)} nats less likely than when sampled "
         f"({_few(now / length)} per token)",
         _since(_smooth(trends.trend(name)), lambda value: value < least),
-        key=free[0] if free else "exchange.max_staleness",
+        key=free[0] if free else key,
         why="good and bad answers become less likely together, which comes before a collapse",
         remedy=f"set {' and '.join(free)}, or {bound}" if free else bound,
     )
@@ -420,9 +441,13 @@ def distant_policy(view: View) -> Alert | None:
     return _alert(
         f"KL of {_few(kl)} nats per completion, {_few(kl / length)} per token{paid}",
         wrong[1],
-        key="train.learning_rate.peak, train.beta",
+        key=", ".join(["train.learning_rate.peak", *view.nearer]),
         why="the policy no longer writes what its reference would",
-        remedy=f"{view.lower_rate}, warm up longer (train.learning_rate.warmup_steps), or raise train.beta",
+        remedy=_any_of(
+            view.lower_rate,
+            "warm up longer (train.learning_rate.warmup_steps)",
+            *(f"raise {key}" for key in view.nearer),
+        ),
     )
 
 
@@ -450,9 +475,9 @@ def collapsed_entropy(view: View) -> Alert | None:
     return _alert(
         f"entropy of {_few(wrong[0])} nats per token, from {_few(values[0])} at first,",
         wrong[1],
-        key="train.beta, generator.temperature",
+        key=", ".join([*view.nearer, "generator.temperature"]),
         why="the policy repeats itself before the task is solved",
-        remedy=f"raise train.beta or generator.temperature, or {view.lower_rate}",
+        remedy=f"raise {' or '.join([*view.nearer, 'generator.temperature'])}, or {view.lower_rate}",
     )
 
 
@@ -463,14 +488,18 @@ def few_effective(view: View) -> Alert | None:
         return None  # trajectory balance holds for any sampling distribution
     if not (wrong := view.wrong_since("train/ess", lambda value: value < 0.1)):
         return None
+    draws = view.config.buffer.most_on_policy < 1 and not view.config.queue
+    newer = ["raise buffer.most_on_policy"] if draws else []
+    weightless = "trajectory_balance does not reweight"
+    if not train.objective.policy_gradient:
+        weightless = f"without train.ratio_bound={train.ratio_bound.name} it does not reweight"
     return _alert(
         f"effective sample size {_share(wrong[0])} of a batch",
         wrong[1],
-        key="exchange.max_staleness",
+        key="exchange.max_staleness" if view.fresher else "train.learning_rate.peak",
         why="the policy has moved so far from the weights that sampled the batch that "
         f"{train.objective.name} learns from a few completions only",
-        remedy=f"bound exchange.max_staleness, raise buffer.most_on_policy, or {view.lower_rate}; "
-        "trajectory_balance does not reweight",
+        remedy=f"{_any_of(*view.fresher, *newer, view.lower_rate)}; {weightless}",
     )
 
 
@@ -507,11 +536,14 @@ def engine_gap(view: View) -> Alert | None:
     if not (wrong := view.wrong_since(name, lambda value: value > min(0.05, max(0.01, 4 * first)))):
         return None
     grew = f", from {_few(first)} at first," if wrong[0] > 4 * first else ""
-    exact = f"set model.dtype to float32 (it is {dtype}); train.ratio_bound limits the damage"
+    train = view.config.train
+    unbounded = isinstance(train.ratio_bound, Unbounded) and train.objective.takes_bound
+    bound = "; train.ratio_bound limits the damage" if unbounded else ""
+    exact = f"set model.dtype to float32 (it is {dtype}){bound}"
     return _alert(
         f"engine and learner differ by {_few(wrong[0])} nats per token{grew}",
         wrong[1],
-        key="model.dtype",
+        key="model.path" if dtype == "float32" else "model.dtype",
         why="the log-probabilities are not those of the policy that sampled",
         remedy="check that the engine loads all weights" if dtype == "float32" else exact,
     )
@@ -557,7 +589,7 @@ def flat_groups(view: View) -> Alert | None:
         wrong[1],
         key="train.completions_per_prompt",
         why="the prompts are too hard or too easy, so these groups give no gradient",
-        remedy="choose prompts that are sometimes solved (task.train_file), or raise "
+        remedy="choose prompts that are sometimes solved (task.train_file or task.options), or raise "
         "train.completions_per_prompt, generator.completions_per_prompt or generator.temperature",
     )
 
@@ -598,25 +630,31 @@ def waiting_trainer(view: View) -> Alert | None:
     steps, seconds = view.trainer.step - attempt.first, attempt.end - attempt.start
     if seconds < WAIT_SECONDS or steps < (EARLY_STEPS if seconds < LONG_SECONDS else LEAST_POINTS):
         return None
-    limits = "exchange.max_staleness or buffer.replay_limit if one of these limits"
-    if view.config.buffer.replay_limit == 1:  # in a queue, all data are used once
-        limits = "exchange.max_staleness if this limit"
     return _alert(
         f"trainer has waited {_share(share[0])} of its time",
         key="launch.searchers",
         why="completions come too slowly",
-        remedy=f"{_slow_partner(view)}raise launch.searchers, or {limits} makes the trainer wait",
+        remedy=_any_of(*_slow_partner(view), "raise launch.searchers", *_limits(view)),
     )
 
 
-def _slow_partner(view: View) -> str:
-    """Return the first remedy for slow completions if an environment or program takes part; "" otherwise."""
+def _slow_partner(view: View) -> tuple[str, ...]:
+    """Return the first remedy for slow completions if an environment or program takes part."""
     if view.config.task.name == "agent":
         return (
             "make the program start faster if searchers' processors are busy with it (an import of openai "
-            "takes seconds in each episode), or "
+            "takes seconds in each episode)",
         )
-    return "make the environment faster if it is slow, or " if view.config.task.name == "environment" else ""
+    return ("make the environment faster if it is slow",) if view.config.task.name == "environment" else ()
+
+
+def _limits(view: View) -> tuple[str, ...]:
+    """Return the last remedy for a trainer that waits: to raise the limits for which it may be waiting."""
+    exchange, buffer = view.config.exchange, view.config.buffer
+    keys = ["exchange.max_staleness"] if exchange.max_staleness is not None else []
+    keys += ["buffer.replay_limit"] if (buffer.replay_limit or 1) > 1 else []  # in a queue data are used once
+    which = "one of these limits" if len(keys) > 1 else "this limit"
+    return (f"raise {' or '.join(keys)} if {which} makes the trainer wait",) if keys else ()
 
 
 def slow_reward(view: View) -> Alert | None:
@@ -654,7 +692,10 @@ def idle_searchers(view: View) -> Alert | None:
         points[0].step,
         key="launch.trainers",
         why="they can produce more than the trainer uses",
-        remedy="give the trainer more of the machines (launch.trainers), or raise exchange.max_staleness",
+        remedy=_any_of(
+            "give the trainer more of the machines (launch.trainers)",
+            *(["raise exchange.max_staleness"] if view.config.exchange.max_staleness is not None else []),
+        ),
     )
 
 
