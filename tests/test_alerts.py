@@ -557,6 +557,7 @@ def test_a_trainer_that_waits_is_told_of_the_limits_that_are_set() -> None:
 
 DULLED: Values = {**DULL, "search/entropy": after(30, 0.004, 0.4)}
 OFF: Values = {"search/kl": lambda step: 0.6 * step}
+GREW: Values = {"search/truncated_share": lambda step: step / 200}
 SUNK: Values = {"train/better_log_weight": after(41, -4.0, 0.5)}
 FELL = evaluated({10: 0.6, 20: 0.1, 40: 0.3})
 HALF = evaluated({10: 0.3, 40: 0.5, 70: 0.5})
@@ -581,6 +582,7 @@ FEW: Values = {"train/ess": after(40, 0.02, 0.9)}
             {"train": {"objective": "grpo"}},
         ),
         (case(FIRST_GAP), "model.dtype", {"model": {"path": "m", "dtype": "float32"}}),
+        (case(GREW), "seldom rewarded", {"task": {"options": {"judge_truncated": True}}}),
     ],
 )
 def test_only_keys_with_an_effect_are_named(wrong: Case, key: str, given: dict[str, Any]) -> None:

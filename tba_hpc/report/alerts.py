@@ -604,7 +604,8 @@ def truncated(view: View) -> Alert | None:
     first = f", from {_share(values[0])} at first," if grew else ""
     found = f"{_share(wrong[0])} of completions cut off at generator.max_tokens={limit}{first}"
     task, reward = view.config.task, view.trends.latest("search/reward") or 0.0
-    if task.reward and reward < 0 and not task.options.get("judge_truncated"):
+    judged = bool(task.options.get("judge_truncated"))
+    if task.reward and reward < 0 and not judged:
         return _alert(
             found,
             wrong[1],
@@ -616,7 +617,7 @@ def truncated(view: View) -> Alert | None:
         found,
         wrong[1],
         key="generator.max_tokens",
-        why="an answer without its end is seldom rewarded",
+        why="they are scored without their end" if judged else "an answer without its end is seldom rewarded",
         remedy="raise this limit (and model.context_length), or ask for short answers by prompt or reward",
     )
 
