@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from math import nextafter
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,24 @@ def test_only_what_differs_is_told_but_names_and_places(runs: list[RunDir]) -> N
     assert not {"run.name", "run.root", "train.steps", "model.path"} & rows.keys()
 
 
+def test_defaults_of_a_reward_that_another_run_lacks_are_not_told(tmp_path: Path) -> None:
+    """Unless one of the runs has another value."""
+    right, short = {"program": ["right"]}, {"program": ["short"], "weight": 0.5}
+    rewards = ({"right": right}, {"right": {**right, "seconds": 60}, "short": short})
+    paths = []
+    for seed, several in enumerate(rewards):
+        task = {"name": "jsonl", "train_file": "x", "reward": several}
+        tree = {"run": {"root": str(tmp_path), "seed": seed}, "model": {"path": "m"}, "task": task}
+        paths.append(RunDir.create(parse_config(tree)).path)
+    rows = {row.pop("key"): list(row.values()) for row in config_rows(compare(paths))}
+    assert rows == {
+        "run.seed": ["0", "1"],
+        "task.reward.right.seconds": ["30.0", "60.0"],
+        "task.reward.short.program": ["null", "[short]"],
+        "task.reward.short.weight": ["null", "0.5"],
+    }
+
+
 def test_values_that_a_resume_changed_are_shown_in_order(tmp_path: Path) -> None:
     """The first run ends with the rate that the second had throughout; a third went back to its own."""
     runs = [new_run(tmp_path / name, learning_rate={"peak": 1e-4}) for name in ("a", "b", "c")]
@@ -171,6 +190,20 @@ def test_scores_have_intervals_and_the_difference_to_the_first(runs: list[RunDir
     rows = [list(row.values()) for row in score_rows([first, second])][:3]
     assert [name for name, *_ in rows] == ["pass@1 before", "pass@1 after", "pass@1 after, minus the first"]
     assert rows[2][1] == "–" and rows[2][2].startswith("−35.0 points (")
+
+
+def test_equal_scores_look_equal_whatever_the_order_of_their_sums(tmp_path: Path) -> None:
+    runs = [new_run(tmp_path / name) for name in ("a", "b")]
+    counts = {"correct": 0, "total": 400, "tokens": 9, "truncated": 0, "graded": 400, "squares": 200.0}
+    for run, rewards in zip(runs, (229.0, nextafter(229.0, 0.0)), strict=True):
+        for at in (0, 10):
+            part = Evaluation(split="test", step=at, rewards=rewards, **counts)  # type: ignore[arg-type]
+            write_evaluation(run, 0, 1, part)
+    compared = compare([run.path for run in runs])
+    assert {run.data.show(run.data.evaluated("test")[0].rewards / 400) for run in compared} == {"0.573"}
+    before, after, gain, *_ = (list(row.values())[1:] for row in score_rows(compared))
+    assert before == after == [before[0]] * 2 and before[0].startswith("0.573 (")
+    assert gain[1].startswith("+0.000 (")
 
 
 def test_scores_of_different_rewards_have_no_difference(runs: list[RunDir]) -> None:

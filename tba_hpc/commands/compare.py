@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tba_hpc.config import ConfigError, flat
+from tba_hpc.config import ConfigError, RewardSection, flat
+from tba_hpc.core.wording import mean_reward
 from tba_hpc.report.data import RunData, history_text
 from tba_hpc.report.estimates import Estimate, difference, paired_difference
 from tba_hpc.report.summary import Summary, summary_of, summary_rows
@@ -101,15 +102,24 @@ def config_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
     """Return a row for each config key whose values differ, with a column per run.
 
     Where a resume changed a key, its earlier values come first: ``0.0005 → 0.0001``. Absolute paths that
-    differ only in ``..`` count as equal.
+    differ only in ``..`` count as equal. Defaults of a reward that another run lacks are left out.
     """
     each = {run.name: _histories(run.data) for run in runs}
     rows = []
     for key in dict.fromkeys(key for known in each.values() for key in known if key not in NAMES):
         values = {name: known.get(key, [None]) for name, known in each.items()}
-        if any(history != values[runs[0].name] for history in values.values()):
+        equal = all(history == values[runs[0].name] for history in values.values())
+        if not (equal or _is_default(key, values.values())):
             rows.append({"key": key} | {name: history_text(history) for name, history in values.items()})
     return rows
+
+
+def _is_default(key: str, histories: Iterable[list[object]]) -> bool:
+    """Return whether ``key`` belongs to a reward, and each run lacks it or has the default of a reward."""
+    field = RewardSection.model_fields.get(key.rpartition(".")[2])
+    if field is None or not key.startswith("task.reward."):
+        return False
+    return all(history in ([None], [field.default]) for history in histories)
 
 
 def _histories(data: RunData) -> dict[str, list[object]]:
@@ -164,7 +174,8 @@ def _difference(run: Compared) -> str:
     if (found := run.gain) is None:
         return NOTHING
     if run.data.graded:
-        text = f"{found.value:+.3f} ({found.low:+.3f} … {found.high:+.3f})"
+        value, low, high = (mean_reward(one, "+") for one in (found.value, found.low, found.high))
+        text = f"{value} ({low} … {high})"
     else:
         text = f"{100 * found.value:+.1f} points ({100 * found.low:+.1f} … {100 * found.high:+.1f})"
     unequal = f", paired, {sum(gap != 0 for gap in run.gaps)} of {len(run.gaps)} differ"

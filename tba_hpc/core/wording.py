@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Literal
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Characters that control a terminal or reverse the direction of text, except tab and newline."""
@@ -112,6 +113,14 @@ def did_you_mean(name: str, valid: Iterable[str], otherwise: str = "") -> str:
 def percent(share: float) -> str:
     """Format a share as a percentage with one decimal: 51.2 %."""
     return f"{100 * share:.1f} %"
+
+
+def mean_reward(value: float, sign: Literal["", "+"] = "") -> str:
+    """Format a mean reward with three decimals; sign: ``+`` puts a sign before positive ones, too.
+
+    It is first rounded to nine decimals, so that 0.5725 looks the same whatever the order of its sum.
+    """
+    return f"{round(value, 9) + 0.0:{sign}.3f}"  # -0.0 + 0.0 is 0.0
 
 
 def duration(seconds: float) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from rich.text import Text
 
 from tba_hpc.core.ports import RIGHT_AND_ENDED
-from tba_hpc.core.wording import count, percent
+from tba_hpc.core.wording import count, mean_reward, percent
 from tba_hpc.evaluate.measure import Decoding, Result, measure
 from tba_hpc.evaluate.target import find_target
 from tba_hpc.report.tables import NOTHING, Indented, Terminal, print_lines, print_rows
@@ -59,8 +59,9 @@ def _rows(decoding: Decoding) -> Iterator[dict[str, str]]:
         return {"decoding": how, "measure": measure, "value": value, "95 % interval": interval}
 
     if reward := decoding.reward:
-        yield row("mean reward", f"{reward.value:.3f}", f"{reward.low:.3f} … {reward.high:.3f}")
-    yield from (row(f"reward {name}", f"{value:.3f}") for name, value in decoding.rewards.items())
+        value, low, high = map(mean_reward, (reward.value, reward.low, reward.high))
+        yield row("mean reward", value, f"{low} … {high}")
+    yield from (row(f"reward {name}", mean_reward(mean)) for name, mean in decoding.rewards.items())
     scores = dict(decoding.scores)
     if decoding.ended and decoding.ended != next(iter(scores.values())):
         scores[RIGHT_AND_ENDED] = decoding.ended

@@ -17,7 +17,7 @@ from typing import Any
 from tba_hpc.config import is_elastic, value_text
 from tba_hpc.core.ports import MEAN_REWARD
 from tba_hpc.core.types import Split
-from tba_hpc.core.wording import percent
+from tba_hpc.core.wording import mean_reward, percent
 from tba_hpc.report.alerts import Alert, alerts, failed_tracker
 from tba_hpc.report.attempts import FAULTS, KILLED, Attempt, Event, attempts, held_seconds
 from tba_hpc.report.curves import Curve, Trends
@@ -204,7 +204,7 @@ class RunData:
 
     def show(self, score: float) -> str:
         """Format a score: mean rewards as they are, others in percent."""
-        return f"{score:.3f}" if self.graded else percent(score)
+        return mean_reward(score) if self.graded else percent(score)
 
     def counts(self) -> Counts:
         """Count what the run has done by now; this reads the shards that wait for their merge."""

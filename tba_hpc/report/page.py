@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from tba_hpc.config import ConfigError, dump_config, flat, is_elastic
 from tba_hpc.core.ports import RIGHT_AND_ENDED
-from tba_hpc.core.wording import count, duration, percent, printable
+from tba_hpc.core.wording import count, duration, mean_reward, percent, printable
 from tba_hpc.report.attempts import KILLED, Attempt, fault_words, why_requeued
 from tba_hpc.report.data import RunData, history_text
 from tba_hpc.report.digest import Stretch
@@ -180,8 +180,8 @@ def _score_tile(data: RunData, summary: Summary) -> Tile:
     before, after, gain, verdict = summary.score_before, summary.score_after, "", ""
     at = f" step {summary.evaluated_step}" if summary.is_ahead else ""
     if before and after:
-        by = round(after.value - before.value, 3)
-        gain = f"{by:+.3f}" if data.graded else f"{100 * by:+.1f} points"
+        by = float(mean_reward(after.value - before.value))
+        gain = mean_reward(by, "+") if data.graded else f"{100 * by:+.1f} points"
         verdict = "good" if by > 0 else "bad" if by < 0 else ""
         gain += f"; after: {data.show(after.low)} … {data.show(after.high)} (95 % interval)"
     beside = {CORRECT: correct_answers(summary), RIGHT_AND_ENDED: right_and_ended(summary)}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tba_hpc.config import TaskSection, TrainSection
 from tba_hpc.core import schedules
 from tba_hpc.core.ports import MEAN_REWARD, RIGHT_AND_ENDED
-from tba_hpc.core.wording import count, duration, percent
+from tba_hpc.core.wording import count, duration, mean_reward, percent
 from tba_hpc.report.curves import NAMED, SHOWN_REWARDS
 from tba_hpc.report.data import Counts, RunData
 from tba_hpc.report.estimates import Estimate
@@ -297,6 +297,7 @@ def score_words(summary: Summary, score: Estimate | None, unjudged: int) -> str 
         return None
     aside = f", {count(unjudged, 'answer')} not judged" if unjudged else ""
     if summary.score_name == MEAN_REWARD:
-        between = "all equal" if score.low == score.high else f"{score.low:.3f} … {score.high:.3f}"
-        return f"{score.value:.3f} ({between}){aside}"
+        value, low, high = map(mean_reward, (score.value, score.low, score.high))
+        between = "all equal" if score.low == score.high else f"{low} … {high}"
+        return f"{value} ({between}){aside}"
     return f"{percent(score.value)} ({100 * score.low:.1f} … {100 * score.high:.1f}){aside}"
