@@ -369,6 +369,13 @@ def test_keys_of_other_systems_are_named_together() -> None:
     )
 
 
+def test_a_key_of_another_system_in_two_sections_is_named_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_config({"train": {"num_generations": 8}, "generator": {"num_generations": 8}})
+    assert str(refused.value).count("TRL's num_generations is generator.completions_per_prompt") == 1
+    assert str(refused.value).count("num_generations is ") == 1
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [

@@ -245,11 +245,11 @@ def elsewhere() -> dict[str, dict[str, Any]]:
 
 def _foreign(problems: Sequence[ErrorDetails]) -> str:
     """Return the end of an error about unknown keys: our equivalents of TRL's, verl's or prime-rl's keys."""
-    ours: dict[str, list[str]] = {}
+    ours: dict[str, dict[str, None]] = {}  # each phrase once, even if several sections have the key
     for problem in problems:
         if problem["type"] == "extra_forbidden":
             for system, keys in _elsewhere(_place(problem["loc"], Config)[0], problem["input"]).items():
-                ours.setdefault(system, []).extend(keys)
+                ours.setdefault(system, {}).update(dict.fromkeys(keys))
     named = "; ".join(f"{system}'s {', '.join(keys)}" for system, keys in ours.items())
     return f": {named} here, and docs/coming-from.md says what differs"
 
