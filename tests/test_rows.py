@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from byte_tokenizer import ByteTokenizer
 from conversing import make_tokenizer
 
-from tba_hpc.config import ConfigError, TaskSection
+from tba_hpc.config import ConfigError, TaskSection, parse_config
 from tba_hpc.core.ports import Tokenizer
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.data import MOST_LEVELS
@@ -274,8 +276,10 @@ def test_tools_that_are_no_schemas_are_refused(tmp_path: Path, tools: object) ->
 def test_messages_need_a_template_of_their_own_and_one_that_can_render(tmp_path: Path, chat: bool) -> None:
     row = "\n".join([json.dumps({"prompt": MESSAGES})] * 3)
     needs = "" if chat else " and task.options.chat=true"
-    with pytest.raises(ConfigError, match=r"which needs task.options.template=\{prompt\}" + needs + r"\)"):
+    with pytest.raises(ConfigError, match=r"which needs 'task.options.template=.*" + needs + r"\)") as asked:
         load(tmp_path, row, make_tokenizer("hermes"), options={"chat": chat, "template": "{prompt}\n"})
+    (setting,) = shlex.split(re.findall(r"needs ('.*?')", str(asked.value))[0])
+    assert parse_config({"model": {"path": "m"}}, [setting]).task.options == {"template": "{prompt}"}
     with pytest.raises(ConfigError, match="the task jsonl needs a chat template, which the tokenizer"):
         load(tmp_path, row, options={"chat": True})
 

@@ -94,7 +94,7 @@ class Jsonl(Rows[Fields]):
             identity=self.identity,
         )
         self._for_messages = {
-            f"task.options.template={PROMPT}": template == PROMPT,
+            f"'task.options.template=\"{PROMPT}\"'": template == PROMPT,  # as --set and a shell need it
             "task.options.chat=true": chat,
         }
         self._judged = {
