@@ -109,6 +109,7 @@ def test_a_run_is_told_of_from_its_start_to_its_end(tmp_path: Path, server: Serv
         evaluate(run, "test", 0, (20, 21))
         evaluate(run, "test", steps, (40, 45))
         run.mark_finished()
+        told_of.look()
         happen(run, now, "finished")
         told_of.leave()
     lines = told(tmp_path)

@@ -30,7 +30,15 @@ from tba_hpc.config import Config, ConfigError
 from tba_hpc.core import web
 from tba_hpc.core.wording import count, printable
 from tba_hpc.report.alerts import Alert
-from tba_hpc.report.run_state import Queue, QueueEntry, RunMonitor, RunState, run_state, why_back
+from tba_hpc.report.run_state import (
+    RANKS_WAIT,
+    Queue,
+    QueueEntry,
+    RunMonitor,
+    RunState,
+    run_state,
+    why_back,
+)
 from tba_hpc.report.status import cells
 from tba_hpc.report.tables import NOTHING
 from tba_hpc.run.directory import RunDir
@@ -176,7 +184,8 @@ class Notifier:
         state = now.state if now.over else "silent" if self._monitor.is_silent else ""
         if state not in ("", "created", self._state):
             test = cells(self._monitor)["test"] if now.state == "finished" else NOTHING
-            words = now.words if test == NOTHING else f"{now.words}, test {test}"
+            done = now.words.removesuffix(RANKS_WAIT)  # no news of the end
+            words = done if test == NOTHING else f"{done}, test {test}"
             self._send("end" if now.over else "silence", words, now.command or self._command("status"))
         self._state = state
 

@@ -31,6 +31,9 @@ SILENT_RUN_SECONDS = 600.0
 OVER = {"created", "stopped", "aborted", "failed", "refused", "gone", "finished"}
 """States of a run that does nothing more by itself."""
 
+RANKS_WAIT = ", waiting for its ranks to end"
+"""Words about a finished run whose ranks are still there."""
+
 NEVER = re.compile(
     r"Partition(Time|Node)Limit|(Assoc|QOS)Max\w*Per(Job|Node)|DependencyNeverSatisfied|BadConstraints"
     r"|Invalid(Account|QOS)"
@@ -253,7 +256,7 @@ def run_state(monitor: RunMonitor) -> RunState:
     """Return the run's state as of the monitor's last update."""
     if monitor.run.finished or monitor.last_event == "finished":
         ending = monitor.last_event == "start" and (monitor.silence or 0) < SILENT_RUN_SECONDS
-        ranks = ", waiting for its ranks to end" if ending else ""
+        ranks = RANKS_WAIT if ending else ""
         return RunState("finished", f"finished at step {monitor.step}{ranks}")
     job = job_of(monitor)
     states = {component["state"] for component in job}
