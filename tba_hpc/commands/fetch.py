@@ -19,7 +19,7 @@ from tba_hpc.checks.facts import job_environment, login_python
 from tba_hpc.checks.resources import is_path, place, resources
 from tba_hpc.commands import packaged
 from tba_hpc.config import Config, ConfigError, dump_config, parse_config
-from tba_hpc.core.hub_files import hub_home
+from tba_hpc.core.hub_files import data_cache, hub_cache
 from tba_hpc.core.types import Resource
 from tba_hpc.core.wording import print_in_any_encoding
 from tba_hpc.launch.plan import Site
@@ -52,7 +52,6 @@ def fetch(config: Config, site: Site | None) -> None:
             f"{python} cannot be started here: set the site key venv to an environment that this machine "
             "sees, too; or leave --site out and set HF_HOME as it is on the nodes"
         )
-    print(f"into {hub_home(environment)}", flush=True)
     done = subprocess.run(
         [python, "-P", "-m", "tba_hpc.commands.fetch"], input=dump_config(config), env=environment, text=True
     )
@@ -89,7 +88,9 @@ def _fetch(resource: Resource, environment: Mapping[str, str]) -> bool:
     if is_path(resource) and not packed:
         what = "no such file" if resource.kind == "file" else "no folder with config.json and weights"
         return _tell(resource, f"MISSING, {what} here, in {Path.cwd()}", there=False)
-    _tell(resource, f"is made from {packaged.ORIGIN} …" if packed else "is fetched …")
+    cache = hub_cache if resource.kind == "model" else data_cache
+    made = f"is made in {Path(resource.name).absolute()} from {packaged.ORIGIN} …"
+    _tell(resource, made if packed else f"is fetched into {cache(environment)} …")
     try:
         if resource.kind == "data set":
             download(resource)
