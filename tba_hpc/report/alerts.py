@@ -708,7 +708,7 @@ def failed_tracker(run: RunDir, config: Config) -> Alert | None:
     return _alert(
         f"figures are not sent to {' and '.join(names[name] for name in config.track.wanted)}",
         key="logs/latest/tracker.log",
-        why="the process beside the trainer that sends them has failed, while training goes on",
+        why="the process beside the trainer that sends them has failed, which does not stop training",
         remedy=f"see {run.attempt}/tracker.log, then type tba track {shlex.quote(str(run.path))}",
     )
 
