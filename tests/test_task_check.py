@@ -152,6 +152,10 @@ def test_a_model_that_cannot_end_or_is_none_is_refused(folder: Path) -> None:
     for refused_by in (lambda: check(config_of(folder)), lambda: load_tokenizer(str(model))):
         with pytest.raises(ConfigError, match=sentence):
             refused_by()
+    weights = model / "model.safetensors"
+    weights.rename(model / "optimizer.bin")  # as trainers leave beside a checkpoint
+    with pytest.raises(ConfigError, match=r"it contains no weights \(model\*\.safetensors or pytorch_model"):
+        check(config_of(folder))
     (model / "config.json").unlink()
     with pytest.raises(
         ConfigError, match=rf"model\.path={model}, as it contains no config\.json: give a folder"

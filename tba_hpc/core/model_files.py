@@ -14,11 +14,11 @@ POINTER = b"version https://git-lfs.github.com/spec/"
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 """Files that list the parts of a model's weights."""
 
-TOKENIZER = "tokenizer"
+TOKENIZER, WEIGHTS = "tokenizer", "weights (model*.safetensors or pytorch_model*.bin)"
 
 PARTS = {
     "config.json": ("config.json",),
-    "weights (model*.safetensors or pytorch_model*.bin)": ("model*.safetensors", "pytorch_model*.bin"),
+    WEIGHTS: ("model*.safetensors", "pytorch_model*.bin", *INDICES),
     TOKENIZER: ("tokenizer*", "vocab*", "*.model", "tekken.json", "*.tiktoken"),
 }
 """Parts of a model's folder, with the patterns of files of which one must be there."""
