@@ -193,12 +193,29 @@ def test_a_trial_tells_how_rewards_are_weighted_and_which_sum_is_correct(
     several = {"long": "own_rewards:size", "rank": {"function": "own_rewards:ranked", "weight": 0.5}}
     make(own, several).try_rewards()
     make(own, several, correct_from=1.5).try_rewards()
+    make(own, several, correct_from={"rank": 1.0}).try_rewards()
     make(own, "own_rewards:size").try_rewards()
     sums = "the reward is 1 × long + 0.5 × rank; evaluations count an answer as correct "
     assert [message for message in caplog.messages if "×" in message] == [
-        f"{sums}only if task.options.correct_from says from which sum on",
-        f"{sums}from 1.5 on (task.options.correct_from)",
+        f"{sums}only if task.options.correct_from says from which reward or sum on",
+        f"{sums}if this sum ≥ 1.5 (task.options.correct_from)",
+        f"{sums}if rank ≥ 1",
     ]
+
+
+def test_one_of_several_rewards_can_make_an_answer_correct(own: Path) -> None:
+    """Whatever the others give, and without its weight."""
+    several = {"long": "own_rewards:size", "rank": {"function": "own_rewards:ranked", "weight": 0.5}}
+    task = make(own, several, correct_from={"rank": 1.0, "long": 3.0})
+    prompts = task.prompts("train")[:1] * 3  # of the size 0: longs are 4, 2 and 3, ranks are 0, 1 and 2
+    found = task.correct(prompts, [completion(text) for text in ("abcd", "ab", "abc")])
+    assert task.reward_parts() == {"long": [4.0, 2.0, 3.0], "rank": [0.0, 1.0, 2.0]}
+    assert found == [False, False, True]
+    assert task.grades() == [4.0, 2.5, 4.0] and task.score_name == "pass@1"
+    with pytest.raises(ConfigError, match="correct_from: the task has no reward rnak: did you mean 'rank'"):
+        make(own, several, correct_from={"rnak": 1.0})
+    with pytest.raises(ConfigError, match=r"task\.options\.correct_from"):
+        make(own, several, correct_from={})
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from pydantic import Field
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.core.ports import MEAN_REWARD, ChatTokenizer, Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Split
+from tba_hpc.core.wording import did_you_mean
 from tba_hpc.tasks.data import Table, sources_of
 from tba_hpc.tasks.fields import Fields, Unusable, as_text, filled_in, require_messages, require_text
 from tba_hpc.tasks.judge import Judge
@@ -31,6 +33,9 @@ log = logging.getLogger(__name__)
 
 PROMPT = "{prompt}"
 """Default template: the row's prompt, unchanged."""
+
+OWN = "environment"
+"""Name of the reward that an environment itself gives."""
 
 INSTRUCTING = ("system", "developer", "user")
 """Roles of messages whose text a chat template must show. An assistant's thoughts may be dropped."""
@@ -58,7 +63,7 @@ class Jsonl(Rows[Fields]):
         template: str = PROMPT,
         target: str = "answer",
         chat: bool = False,
-        correct_from: float | None = None,
+        correct_from: float | Annotated[dict[str, float], Field(min_length=1)] | None = None,
         judge_truncated: bool = False,
         validation_prompts: Annotated[int, Field(ge=1)] = 64,
     ) -> None:
@@ -67,8 +72,9 @@ class Jsonl(Rows[Fields]):
         reward: the rewards by name. template: text of the prompt, with {name} for the row's field of that
         name. target: field with the right answer, if any; it is only displayed. chat: apply the model's chat
         template to the prompt, as a user's message, or to its list of messages. correct_from: lowest reward
-        of an answer that counts as correct in evaluations. None means 1 if there is one reward; if there are
-        several, evaluations report only the mean reward. judge_truncated: also ask the rewards about
+        of an answer that counts as correct in evaluations, or the lowest value of each reward in a mapping,
+        without weights. None means 1 if there is one reward; if there are several, evaluations report only
+        the mean reward. judge_truncated: also ask the rewards about
         completions that the token limit cut off. validation_prompts: number of rows of train_file to hold out
         for each split without a source of its own.
         """
@@ -105,6 +111,8 @@ class Jsonl(Rows[Fields]):
             self.longest_call = math.inf  # judges and programs have their own time limits
         self._template, self._target = template, target
         self._correct_from = 1.0 if correct_from is None else correct_from
+        if isinstance(correct_from, Mapping):
+            _require_rewards(correct_from, [*reward, *([OWN] if self.own_reward else [])])
         summed = len(reward) + self.own_reward > 1
         if summed and correct_from is None and type(self).correct is Jsonl.correct:
             self.score_name = MEAN_REWARD
@@ -234,10 +242,14 @@ class Jsonl(Rows[Fields]):
     def _sum_in_words(self) -> str:
         """Return a sentence on the weights of the rewards, and on which sum counts as correct."""
         parts = " + ".join(f"{weight:g} × {name}" for name, weight in self._weights.items())
-        least = f"from {self._correct_from:g} on (task.options.correct_from)"
-        if self.score_name == MEAN_REWARD:
-            least = "only if task.options.correct_from says from which sum on"
-        return f"the reward is {parts}; evaluations count an answer as correct {least}"
+        least = self._correct_from
+        if isinstance(least, Mapping):
+            which = f"if {' and '.join(f'{name} ≥ {value:g}' for name, value in least.items())}"
+        elif self.score_name == MEAN_REWARD:
+            which = "only if task.options.correct_from says from which reward or sum on"
+        else:
+            which = f"if this sum ≥ {least:g} (task.options.correct_from)"
+        return f"the reward is {parts}; evaluations count an answer as correct {which}"
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """Return the weighted sum of all rewards for each completion; see also ``reward_parts``."""
@@ -251,9 +263,12 @@ class Jsonl(Rows[Fields]):
         return self._parts if len(self._parts) > 1 else {}
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-        """Return whether each completion's reward (see ``grades``) is at least ``correct_from``."""
-        self._grades = self._judge(prompts, completions)
-        return [reward >= self._correct_from for reward in self._grades]
+        """Return whether the reward of each completion (see ``grades``) reaches ``correct_from``."""
+        self._grades, least = self._judge(prompts, completions), self._correct_from
+        if isinstance(least, Mapping):
+            parts = zip(*(self._parts[name] for name in least), strict=True)
+            return [all(map(operator.ge, values, least.values())) for values in parts]
+        return [reward >= least for reward in self._grades]
 
     def grades(self) -> list[float]:
         """Return the rewards that the last call of ``correct`` computed."""
@@ -278,9 +293,17 @@ class Jsonl(Rows[Fields]):
             self._parts[name] = [next(found) if judged else 0.0 for judged in whole]
         weights = self._weights
         if self.own_reward:
-            self._parts["environment"] = [completion.reward or 0.0 for completion in completions]
-            weights = {**weights, "environment": 1.0}
+            self._parts[OWN] = [completion.reward or 0.0 for completion in completions]
+            weights = {**weights, OWN: 1.0}
         return [
             math.nan if fault else sum(weight * self._parts[name][i] for name, weight in weights.items())
             for i, fault in enumerate(failed)
         ]
+
+
+def _require_rewards(correct_from: Mapping[str, float], known: Sequence[str]) -> None:
+    """Raise ConfigError if ``correct_from`` names a reward that is not ``known``."""
+    for name in correct_from:
+        if name not in known:
+            remedy = did_you_mean(name, known)
+            raise ConfigError(f"task.options.correct_from: the task has no reward {name}: {remedy}")
