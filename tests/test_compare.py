@@ -162,6 +162,16 @@ def test_values_that_a_resume_changed_are_shown_in_order(tmp_path: Path) -> None
     assert list(row.values()) == [key, "0.0005 → 0.0001", "0.0001", "0.0001 → 0.0002 → 0.0001"]
 
 
+def test_code_that_differs_is_shown_though_the_configs_are_equal(tmp_path: Path) -> None:
+    runs = [new_run(tmp_path / name) for name in ("a", "b")]
+    for run, reward in zip(runs, ("1.0", "0.5"), strict=True):
+        (run.modules / "deep").mkdir(parents=True)
+        (run.modules / "mine.py").write_text(f"def f(completion): return {reward}")
+        (run.modules / "deep/same.py").write_text("")
+    (row,) = config_rows(compare([run.path for run in runs]))
+    assert list(row.values()) == ["modules/mine.py", "5fab18bf", "6dccd338"]
+
+
 def test_paths_are_shown_whole_and_without_parents(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -303,7 +303,7 @@ def test_code_that_a_resume_changed_is_told_beside_the_scores(
     ("job", "kinds", "words"),
     [
         ("", ("signal", "stopped"), "asked to stop"),
-        ("7", ("signal", "stopped"), "asked to stop"),
+        ("7", ("signal", "stopped"), "asked to stop, by tba stop or by Slurm"),
         ("7", ("stopped",), "ended by Slurm (cancelled or preempted), or out of time"),
         ("7", ("signal", "stopped", "requeue"), "preempted or out of time, back to the queue"),
         ("7", ("draining", "signal", "stopped", "requeue"), "a node drained, back to the queue"),

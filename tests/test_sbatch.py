@@ -305,7 +305,7 @@ def test_a_default_in_a_value_needs_no_variable(tmp_path: Path) -> None:
 # --- job_supervisor.sh ---
 
 
-IN_SUBSHELLS = ("draining", "watch_nodes", "watch_step", "allocated", "probe")
+IN_SUBSHELLS = ("draining", "kept_waiting", "watch_nodes", "watch_step", "allocated", "probe")
 """Functions that the shell which listens to Slurm never runs by itself."""
 
 
@@ -444,6 +444,38 @@ def test_a_drained_node_is_left_only_to_a_later_job_of_the_chain(
     program = f"source {SOURCED}; timeout() {{ echo 'NodeName=n1 x State=MIXED+DRAIN'; }}; draining"
     facts = {"RUN": str(tmp_path), "REQUEUE": "no", "SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "n1"}
     assert _bash(program, **facts).strip() == found
+
+
+@pytest.mark.parametrize(
+    ("queue", "facts", "found"),
+    [
+        (["Resources 7+0 low node[2-4]", "Resources 7+1 low node1"], ":", "7+0"),
+        (["Resources 7+1 low node1"], ":", ""),  # it could not use this node
+        (["Resources 7+0 high (null)"], ":", ""),  # nor in its partition
+        (["Resources 7 low (null)"], ":", "7"),
+        (["Priority 7 low (null)", "BeginTime 7 low (null)"], ":", ""),  # the node would go to others
+        ([], ":", ""),  # it has its nodes
+        (["Resources 7 low (null)"], "TRAINERS=1", ""),
+        (["Resources 7 low (null)"], "REQUEUE=no", ""),  # this job could not come back
+        (["Resources 7 low (null)"], 'touch "$RUN/owners/trainer-0000.1"', ""),
+        (["Resources 7 low (null)"], 'rm "$RUN/slurm/job"', ""),
+    ],
+)
+def test_elastic_searchers_see_that_the_runs_own_job_waits_for_their_node(
+    tmp_path: Path, queue: list[str], facts: str, found: str
+) -> None:
+    for folder in ("slurm", "owners"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "slurm/job").write_text("7\n")
+    program = f"""
+    source {SOURCED}; HERE=node1 TRAINERS=0 REQUEUE=yes; {facts}
+    squeue() {{ [[ " $* " = *" --jobs=7 "* ]] && cat "$RUN/queue"; }}
+    scontrol() {{ [ "$3" = node1 ] && echo node1 || printf 'node%s\\n' 2 3 4; }}
+    sinfo() {{ [[ $* != *--partition=low* ]] || echo node1; }}
+    kept_waiting
+    """
+    (tmp_path / "queue").write_text("".join(f"{line}\n" for line in queue))
+    assert _bash(program, RUN=str(tmp_path)).strip() == found
 
 
 @pytest.mark.parametrize(

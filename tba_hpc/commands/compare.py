@@ -5,6 +5,7 @@ The command reads the runs and changes nothing in them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -99,12 +100,12 @@ def _score_of(data: RunData) -> tuple[object, ...]:
 
 
 def config_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
-    """Return a row for each config key whose values differ, with a column per run.
+    """Return a row for each config key, or file of the user's code, that differs, with a column per run.
 
     Where a resume changed a key, its earlier values come first: ``0.0005 → 0.0001``. Absolute paths that
     differ only in ``..`` count as equal. Defaults of a reward that another run lacks are left out.
     """
-    each = {run.name: _histories(run.data) for run in runs}
+    each = {run.name: _histories(run.data) | _code(run.data.run) for run in runs}
     rows = []
     for key in dict.fromkeys(key for known in each.values() for key in known if key not in NAMES):
         values = {name: known.get(key, [None]) for name, known in each.items()}
@@ -126,6 +127,13 @@ def _histories(data: RunData) -> dict[str, list[object]]:
     """Return, by dotted config key, the values that the key has had, the present one last."""
     now, past = flat(data.config.model_dump(mode="json")), data.past_values
     return {key: [_plain(one) for one in [*past.get(key, []), value]] for key, value in now.items()}
+
+
+def _code(run: RunDir) -> dict[str, list[object]]:
+    """Return the beginning of the SHA-256 of each file of the user's code in the run, by its path there."""
+    files = [path for path in sorted(run.modules.rglob("*")) if path.is_file() and path.suffix != ".pyc"]
+    digests = (hashlib.sha256(path.read_bytes()).hexdigest()[:8] for path in files)
+    return {f"{path.relative_to(run.path)}": [digest] for path, digest in zip(files, digests, strict=True)}
 
 
 def _plain(value: object) -> object:
@@ -187,7 +195,7 @@ def print_comparison(runs: Sequence[Compared], *, as_json: bool = False) -> None
     if as_json:
         print(json.dumps(values(runs), indent=2))
         return
-    print_rows(config_rows(runs) or [{"key": "their configs do not differ"}])
+    print_rows(config_rows(runs) or [{"key": "their configs and code do not differ"}])
     print()
     print_rows(score_rows(runs))
     print(f"\nin brackets: 95 % intervals; {DIFFERENCES}")

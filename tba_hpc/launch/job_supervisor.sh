@@ -218,14 +218,33 @@ draining() {
         2>/dev/null | grep -v 'State=[^ ]*DOWN' | sed -n 's/^NodeName=\([^ ]*\) .*State=[^ ]*DRAIN.*/\1/p' | head -n 1
 }
 
-# watch_nodes SRUN: while the process SRUN runs, ask this job to stop as soon as one of its nodes is being drained.
+# Print the id of the run's own job, or of a component of it, if that is the next to get nodes, and could use the
+# node of this job of elastic searchers. Without trainers, these searchers are of no use there.
+kept_waiting() {
+    local own id partition excluded
+    [ "${TRAINERS:-0}" = 0 ] && [ "${REQUEUE:-yes}" = yes ] && read -r own 2>/dev/null < "$RUN/slurm/job" || return 0
+    [ -z "$(find "$RUN/owners" -name 'trainer*' -newermt "-$WATCH_SECONDS seconds" -print -quit 2>/dev/null)" ] || return 0
+    squeue --noheader --jobs="$own" --states=PENDING --format='%r %i %P %x' 2>/dev/null | sed -n 's/^Resources //p' |
+        while read -r id partition excluded; do
+            [ "$excluded" = "(null)" ] || ! scontrol show hostnames "$excluded" | grep -qxF "$HERE" || continue
+            [ -z "$(sinfo --noheader --nodes="$HERE" --partition="$partition" --format=%n 2>/dev/null)" ] || echo "$id"
+        done | head -n 1
+}
+
+# watch_nodes SRUN: while the process SRUN runs, ask this job to stop as soon as one of its nodes is being drained,
+# or if two checks in a row find that the run's own job waits for this node.
 watch_nodes() {
-    local node
+    local node waiting='' before
     while sleep $WATCH_SECONDS && kill -0 "$1" 2>/dev/null; do
-        node=$(draining)
-        [ -n "$node" ] || continue
-        say "$node is being drained: this job leaves it"
-        [ "${TRAINERS:-0}" = 0 ] || event draining "\"nodes\": \"$node\""
+        node=$(draining) before=$waiting waiting=$(kept_waiting)
+        if [ -n "$node" ]; then
+            say "$node is being drained: this job leaves it"
+            [ "${TRAINERS:-0}" = 0 ] || event draining "\"nodes\": \"$node\""
+        elif [ -n "$waiting" ] && [ "$waiting" = "$before" ]; then
+            say "job $waiting of this run waits for nodes, and could use $HERE: this job leaves it"
+        else
+            continue
+        fi
         kill -USR1 $$
         return
     done

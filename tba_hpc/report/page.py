@@ -44,6 +44,9 @@ OUTCOMES = {
 """Text shown for each outcome of an attempt."""
 
 
+ASKED = "asked to stop, by tba stop or by Slurm"
+"""Text shown if the script of a job was asked to stop, and the job was not requeued."""
+
 BY_SLURM = "ended by Slurm (cancelled or preempted), or out of time"
 """Text shown if the ranks of a job were stopped without a signal to its script."""
 
@@ -260,7 +263,9 @@ def _why_stopped(attempt: Attempt, *, returned: bool) -> str:
     """Say why the ranks of an attempt were stopped. returned: whether its job then got nodes again."""
     if attempt.requeued or returned:
         return why_requeued(attempt.kinds)
-    return BY_SLURM if attempt.job and "signal" not in attempt.kinds else OUTCOMES["stopped"]
+    if not attempt.job:
+        return OUTCOMES["stopped"]
+    return ASKED if "signal" in attempt.kinds else BY_SLURM
 
 
 def _utc(unix: float) -> str:

@@ -221,6 +221,18 @@ def test_queued_elastic_searchers_are_named_when_their_run_is_stopped(
     assert "are queued" not in stop.stop(run)
 
 
+def test_elastic_searchers_leave_a_node_that_their_run_waits_for(cluster: Cluster, tmp_path: Path) -> None:
+    run, _, array = _elastic(tmp_path, nodes=1, watch_seconds=2)
+    cluster.until(lambda: [*run.path.glob("joined-*-0")] != [], "it to be there", 60, by_jobs=True)
+    own = cluster.submit("#!/bin/bash\n#SBATCH -N6 --exclusive --output=/dev/null\nsleep 600\n")
+    (run.path / "slurm/job").write_text(f"{own}\n")
+    cluster.wait(own, "RUNNING")
+    (waiting,) = cluster.jobs(array)
+    assert (waiting["JobState"], waiting["Restarts"]) == ("PENDING", "1")
+    (log,) = (run.path / "slurm").glob("searchers-*.log")
+    assert f"job {own} of this run waits for nodes, and could use " in log.read_text()
+
+
 def test_an_elastic_searcher_that_dies_is_restarted_alone(cluster: Cluster, tmp_path: Path) -> None:
     run, program, array = _elastic(tmp_path, nodes=1)
 
@@ -243,7 +255,7 @@ def test_an_elastic_searcher_that_dies_is_restarted_alone(cluster: Cluster, tmp_
     assert said.count("back to the queue") == 1 and "the searchers ended with status" not in said, said
 
 
-def _elastic(folder: Path, *, nodes: int) -> tuple[RunDir, Path, int]:
+def _elastic(folder: Path, *, nodes: int, watch_seconds: int = 60) -> tuple[RunDir, Path, int]:
     """A run with elastic searchers on so many nodes; their program, and the array of jobs."""
     run = RunDir.create(parse_config(_config(folder).model_dump(), ["launch.elastic=4"]))
     program = folder / "searcher.py"
@@ -252,6 +264,7 @@ def _elastic(folder: Path, *, nodes: int) -> tuple[RunDir, Path, int]:
     tba = (sys.executable, str(program))
     job = Job(name="searchers", run=run.path, rank=tba, tba=tba)
     script = elastic_script(job, nodes, searchers_of_a_node(run.config(), site), site)
+    script = script.replace("search_for_a_while", f"WATCH_SECONDS={watch_seconds}; search_for_a_while")
     return run, program, int(slurm.send(run, script))
 
 
