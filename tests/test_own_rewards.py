@@ -203,6 +203,53 @@ def test_a_trial_tells_how_rewards_are_weighted_and_which_sum_is_correct(
     ]
 
 
+@pytest.mark.parametrize("text", ["a=1\nprint(a)", 'say "so"'])
+def test_what_a_trial_gave_is_one_finding(own: Path, text: str) -> None:
+    """Whatever the values are, and though the reward's code leaves a line unfinished."""
+    make_random_model(own / "m", tied=True)
+    (own / "dots.py").write_text(
+        "def f(completion, answer):\n    print('.', end='')\n    return answer == completion"
+    )
+    rows = (json.dumps({"prompt": f"{number}", "answer": text}) for number in range(6))
+    (own / "rows.jsonl").write_text("\n".join(rows))
+    options = {"validation_prompts": 1}
+    task = {"name": "jsonl", "train_file": str(own / "rows.jsonl"), "reward": "dots:f", "options": options}
+    model, buffer = {"path": str(own / "m"), "context_length": 128}, {"initial_completions": 400}
+    tree = {"model": model, "generator": {"max_tokens": 40}, "buffer": buffer, "task": task}
+    found = list(check_task(Facts(config=parse_config(tree), beside=own, seconds=200)))
+    told = [one.found for one in found if one.level == "ok"]
+    shown = [json.dumps(form.format(text)) for form in ("", "\\boxed{{{}}}", "{}", "#### {}")]
+    gave = ", ".join(f"{number} to {one}" for number, one in zip((0, 0, 1, 0), shown, strict=True))
+    assert told[1:] == [f"on the first row, task.reward=dots:f gives {gave}"]
+    assert [one.found for one in found if one.level != "ok"] == ["." * 4]
+
+
+def test_a_trial_counts_the_environments_own_reward(own: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Game(Jsonl):
+        own_reward = True
+
+    class Judged(Game):
+        def correct(self, prompts: Any, completions: Any) -> list[bool]:
+            return [True for _ in completions]
+
+    caplog.set_level(logging.INFO, "tba_hpc")
+    reward = {"size": RewardSection(function="own_rewards:size")}
+    for kind, options in ((Game, {}), (Game, {"correct_from": {"environment": 0.5}}), (Judged, {})):
+        kind(
+            ByteTokenizer(),
+            reward=reward,
+            train_file=str(own / "rows.jsonl"),
+            validation_prompts=1,
+            **options,
+        ).try_rewards()
+    sums = "the reward is 1 × size + 1 × environment; evaluations count an answer as correct "
+    assert [message for message in caplog.messages if "×" in message] == [
+        f"{sums}only if task.options.correct_from says from which reward or sum on",
+        f"{sums}if environment ≥ 0.5",
+        f"{sums}as the task says",
+    ]
+
+
 def test_one_of_several_rewards_can_make_an_answer_correct(own: Path) -> None:
     """Whatever the others give, and without its weight."""
     several = {"long": "own_rewards:size", "rank": {"function": "own_rewards:ranked", "weight": 0.5}}
@@ -1012,6 +1059,13 @@ def test_a_run_keeps_what_its_config_names_and_what_that_imports(
     assert capsys.readouterr().err.startswith("mine.py changed since the run began: scores and trajectories")
     (changed,) = read_events(run)
     assert (changed["event"], changed["keys"], changed["files"]) == ("changed", {}, ["mine.py"])
+    (here / "deep/__init__.py").write_text("NEW = 1")
+    (here / "mine.py").write_text("def f(completion): return 3\nimport deep")
+    modules.keep(run, resolved, here)
+    assert read_events(run)[-1]["files"] == ["mine.py"], "it was not imported before"
+    (here / "deep/__init__.py").write_text("NEW = 2")
+    modules.keep(run, resolved, here)
+    assert read_events(run)[-1]["files"] == ["deep/__init__.py"]
     before = kept()
     modules.keep(run, resolved, tmp_path / "elsewhere")  # nothing there is named: a resume from anywhere
     modules.keep(run, resolved, modules.folder_of(run.path))

@@ -461,6 +461,7 @@ def test_a_run_is_planned_like_its_config(tmp_path: Path) -> None:
     ("words", "sentence"),
     [
         (("--gpu", "k80"), "--gpu k80 is not known: valid are t4-16, l4-24, a10-24"),
+        (("--gpu", "h100-94"), "--gpu h100-94 is not known: valid are t4-16, l4-24, a10-24"),
         (("--gpu", "a100"), "--gpu a100 has several sizes: give a100-40 or a100-80"),
         (("--nodes", 2), "--nodes 2 has no meaning without a cluster: add --site"),
         (("--site", "generic", "--trainer-nodes", 2), "--trainer-nodes 2 is a part of a job's nodes: add --"),

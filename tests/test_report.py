@@ -303,7 +303,8 @@ def test_code_that_a_resume_changed_is_told_beside_the_scores(
     ("job", "kinds", "words"),
     [
         ("", ("signal", "stopped"), "asked to stop"),
-        ("7", ("signal", "stopped"), "asked to stop, by tba stop or by Slurm"),
+        ("7", ("signal", "stopped"), "asked to stop, by you or by Slurm"),
+        ("7", ("draining", "signal", "stopped"), "a node drained"),
         ("7", ("stopped",), "ended by Slurm (cancelled or preempted), or out of time"),
         ("7", ("signal", "stopped", "requeue"), "preempted or out of time, back to the queue"),
         ("7", ("draining", "signal", "stopped", "requeue"), "a node drained, back to the queue"),
@@ -316,6 +317,14 @@ def test_the_page_tells_why_ranks_stopped(run: RunDir, job: str, kinds: tuple[st
         happen(run, float(time), kind, job=job, attempt="attempt-001", trainers=1, searchers=2)
     (row,) = page.attempt_rows(RunData.read(run))
     assert row["outcome"] == words
+
+
+def test_the_page_knows_that_a_job_was_asked_to_stop_before_its_ranks_started(run: RunDir) -> None:
+    for time, kind in enumerate(("allocated", "signal", "start", "stopped")):
+        names = {"attempt": "attempt-001", "trainers": 1, "searchers": 2} if kind == "start" else {}
+        happen(run, float(time), kind, job="7", **names)
+    (row,) = page.attempt_rows(RunData.read(run))
+    assert row["outcome"] == "asked to stop, by you or by Slurm"
 
 
 def test_the_page_tells_a_requeue_by_slurm_from_a_cancellation(run: RunDir) -> None:

@@ -459,6 +459,8 @@ def test_a_drained_node_is_left_only_to_a_later_job_of_the_chain(
         (["Resources 7 low (null)"], "REQUEUE=no", ""),  # this job could not come back
         (["Resources 7 low (null)"], 'touch "$RUN/owners/trainer-0000.1"', ""),
         (["Resources 7 low (null)"], 'rm "$RUN/slurm/job"', ""),
+        (["Resources 7 low (null)"], 'newest_attempt > "$RUN/slurm/left-$ME"', ""),  # it left one in vain
+        (["Resources 7 low (null)"], 'echo attempt-001 > "$RUN/slurm/left-$ME"', "7"),
     ],
 )
 def test_elastic_searchers_see_that_the_runs_own_job_waits_for_their_node(
@@ -469,6 +471,7 @@ def test_elastic_searchers_see_that_the_runs_own_job_waits_for_their_node(
     (tmp_path / "slurm/job").write_text("7\n")
     program = f"""
     source {SOURCED}; HERE=node1 TRAINERS=0 REQUEUE=yes; {facts}
+    timeout() {{ shift; "$@"; }}
     squeue() {{ [[ " $* " = *" --jobs=7 "* ]] && cat "$RUN/queue"; }}
     scontrol() {{ [ "$3" = node1 ] && echo node1 || printf 'node%s\\n' 2 3 4; }}
     sinfo() {{ [[ $* != *--partition=low* ]] || echo node1; }}

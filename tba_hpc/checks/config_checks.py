@@ -280,7 +280,8 @@ def _of_task(facts: Facts, config: Config, folder: str) -> Iterator[Finding]:
         return
     except OSError:  # the ranks repeat the check
         return
-    said = done.stdout.replace(folder, str(facts.beside)).strip().splitlines()
+    lines = done.stdout.replace(folder, str(facts.beside)).splitlines()
+    said = [line for line in lines if line.strip()]
     refused = [said.pop()] if done.returncode == Exit.REFUSED and said else []
     yield from map(_finding, said)
     yield from (problem("task", line, "") for line in refused)

@@ -43,6 +43,14 @@ from tba_hpc.tasks.rows import Rows
 log = logging.getLogger("tba_hpc.checks.task_check")  # __name__ would be "__main__"
 
 
+class OneLine(logging.Formatter):
+    """Formatter of a record as a line of its own, even if the user's code has left a line unfinished."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the level and the message, after a line break."""
+        return f"\n{record.levelname} {' '.join(record.getMessage().split())}"
+
+
 def check(config: Config, *, try_rewards: bool = False) -> None:
     """Load the task and check all its prompts. Raises ConfigError for the first problem.
 
@@ -191,7 +199,7 @@ if __name__ == "__main__":
     print_in_any_encoding()
     modules.use_here()
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    handler.setFormatter(OneLine())
     own = logging.getLogger("tba_hpc")  # findings, but not what libraries log
     own.addHandler(handler)
     own.setLevel(logging.INFO)

@@ -75,6 +75,7 @@ def submit(submissions: Sequence[Submission], *, wait: bool, as_json: bool) -> b
     found: dict[Path, list[Finding]] = {}
     several = len(submissions) > 1
     ready = [_check(submission, found, several=several) for submission in submissions]
+    _require_logins(ready)
     paths = [one.run.path for one in ready]
     if twin := next((path for path in paths if paths.count(path) > 1), None):
         raise ConfigError(f"two of these would be the run {twin}: give one config another run.name")
@@ -97,6 +98,15 @@ def submit(submissions: Sequence[Submission], *, wait: bool, as_json: bool) -> b
         return True
     ended = [_ends_well(one.run, told["job"]) for one, told in zip(ready, done, strict=True)]
     return all(ended)
+
+
+def _require_logins(ready: Sequence[Ready]) -> None:
+    """Raise ConfigError if a run wants W&B, which has no login. Seeds of a config are checked once."""
+    unfinished = {one.submission.config: one for one in ready if not is_done(one.run, one.config)}
+    for one in unfinished.values():
+        site = one.site
+        if not (site.setup or site.modules or site.container):  # each may bring a login of its own
+            require_login(one.config, job_environment(site), login_python(site))
 
 
 def _check(submission: Submission, found: dict[Path, list[Finding]], *, several: bool) -> Ready:
@@ -122,8 +132,6 @@ def _check(submission: Submission, found: dict[Path, list[Finding]], *, several:
     if job is None:
         refuse_owned(run)
     after, remarks = _awaited(submission.after) if submission.after else (None, [])
-    if new and not (is_done(run, config) or site.setup or site.modules or site.container):
-        require_login(config, job_environment(site), login_python(site))
     split = split if is_done(run, config) else separate_nodes(split, site)
     ready = Ready(
         submission=submission,

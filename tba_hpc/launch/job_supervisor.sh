@@ -218,13 +218,17 @@ draining() {
         2>/dev/null | grep -v 'State=[^ ]*DOWN' | sed -n 's/^NodeName=\([^ ]*\) .*State=[^ ]*DRAIN.*/\1/p' | head -n 1
 }
 
-# Print the id of the run's own job, or of a component of it, if that is the next to get nodes, and could use the
-# node of this job of elastic searchers. Without trainers, these searchers are of no use there.
+newest_attempt() { readlink "$RUN/logs/latest" || echo none; }
+
+# Print the id of the run's own job, or of a component of it, if that is the next to get nodes, and may need the
+# node of this job of elastic searchers. Without trainers, these searchers are of no use there. Print nothing if
+# this job has left a node since the ranks were started last: then the run's job lacks something else.
 kept_waiting() {
     local own id partition excluded
     [ "${TRAINERS:-0}" = 0 ] && [ "${REQUEUE:-yes}" = yes ] && read -r own 2>/dev/null < "$RUN/slurm/job" || return 0
+    ! newest_attempt | cmp -s - "$RUN/slurm/left-$ME" || return 0
     [ -z "$(find "$RUN/owners" -name 'trainer*' -newermt "-$WATCH_SECONDS seconds" -print -quit 2>/dev/null)" ] || return 0
-    squeue --noheader --jobs="$own" --states=PENDING --format='%r %i %P %x' 2>/dev/null | sed -n 's/^Resources //p' |
+    timeout 10 squeue --noheader --jobs="$own" --states=PENDING --format='%r %i %P %x' 2>/dev/null | sed -n 's/^Resources //p' |
         while read -r id partition excluded; do
             [ "$excluded" = "(null)" ] || ! scontrol show hostnames "$excluded" | grep -qxF "$HERE" || continue
             [ -z "$(sinfo --noheader --nodes="$HERE" --partition="$partition" --format=%n 2>/dev/null)" ] || echo "$id"
@@ -236,12 +240,14 @@ kept_waiting() {
 watch_nodes() {
     local node waiting='' before
     while sleep $WATCH_SECONDS && kill -0 "$1" 2>/dev/null; do
-        node=$(draining) before=$waiting waiting=$(kept_waiting)
+        node=$(draining) before=$waiting
+        [ -n "$node" ] || waiting=$(kept_waiting)
         if [ -n "$node" ]; then
             say "$node is being drained: this job leaves it"
             [ "${TRAINERS:-0}" = 0 ] || event draining "\"nodes\": \"$node\""
         elif [ -n "$waiting" ] && [ "$waiting" = "$before" ]; then
-            say "job $waiting of this run waits for nodes, and could use $HERE: this job leaves it"
+            say "job $waiting of this run waits for nodes, and may need $HERE: this job leaves it"
+            newest_attempt > "$RUN/slurm/left-$ME"
         else
             continue
         fi

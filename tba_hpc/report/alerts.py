@@ -702,7 +702,7 @@ def idle_searchers(view: View) -> Alert | None:
 
 def failed_tracker(run: RunDir, config: Config) -> Alert | None:
     """Alert if the process that sends figures to trackers has failed, and none has sent them since."""
-    if not run.tracker_failed.exists():
+    if not (config.track.wanted and run.tracker_failed.exists()):
         return None
     names = {"wandb": "W&B", "tensorboard": "TensorBoard"}
     return _alert(

@@ -87,7 +87,7 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
         kind, last = event.get("event"), found[-1] if found else None
         same = last is not None and last.restarts == event.get("restarts")
         if last and same and kind == "start" and last.lacks_ranks:
-            found[-1] = replace(_begun(event), start=last.start)
+            found[-1] = replace(_begun(event), start=last.start, kinds=last.kinds)
         elif kind in ("allocated", "start"):
             if last and not last.end:  # its end was never noted
                 found[-1] = replace(last, outcome=KILLED)

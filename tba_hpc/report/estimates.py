@@ -37,8 +37,8 @@ def mean(
     """Estimate the mean of values with the normal interval.
 
     total, squares: sum of the values and of their squares. count: number of values, at least 1. least, most:
-    smallest and largest value. The interval ends there at the latest, since a mean of such values cannot lie
-    beyond; a task does not say which rewards are possible. For a share use ``wilson``.
+    smallest and largest value. The interval ends there at the latest, as if no others were possible, which a
+    task does not say. For a share use ``wilson``.
     """
     value = total / count
     spread = max(0.0, squares - total * value) / max(1, count - 1)

@@ -44,7 +44,7 @@ OUTCOMES = {
 """Text shown for each outcome of an attempt."""
 
 
-ASKED = "asked to stop, by tba stop or by Slurm"
+ASKED = "asked to stop, by you or by Slurm"
 """Text shown if the script of a job was asked to stop, and the job was not requeued."""
 
 BY_SLURM = "ended by Slurm (cancelled or preempted), or out of time"
@@ -261,7 +261,7 @@ def _attempt_words(attempt: Attempt, part: Sequence[Stretch], after: Attempt | N
 
 def _why_stopped(attempt: Attempt, *, returned: bool) -> str:
     """Say why the ranks of an attempt were stopped. returned: whether its job then got nodes again."""
-    if attempt.requeued or returned:
+    if attempt.requeued or returned or "draining" in attempt.kinds:
         return why_requeued(attempt.kinds)
     if not attempt.job:
         return OUTCOMES["stopped"]

@@ -70,8 +70,9 @@ def keep(run: RunDir, config: Config, beside: Path) -> None:
             f"{LARGEST_FILE >> 20} MiB are not copied: let the code name it by its absolute path",
             file=sys.stderr,
         )
-    kept = [(path, run.modules / path.relative_to(beside)) for path in found]
-    changed = [path.name for path, copy in kept if copy.is_file() and copy.read_bytes() != path.read_bytes()]
+    with replacing(run.modules) as part:
+        copy(found, beside, part)
+        changed = _changed(run.modules, part)
     if changed and not run.came_to_nothing:
         print(
             f"{', '.join(changed)} changed since the run began: scores and trajectories so far are of the "
@@ -79,8 +80,13 @@ def keep(run: RunDir, config: Config, beside: Path) -> None:
             file=sys.stderr,
         )
         log_event(run, "changed", keys={}, files=changed)
-    with replacing(run.modules) as part:
-        copy(found, beside, part)
+
+
+def _changed(old: Path, new: Path) -> list[str]:
+    """Return the relative paths of the files in both folders whose contents differ."""
+    paths = (path.relative_to(new) for path in sorted(new.rglob("*")) if path.is_file())
+    both = (path for path in paths if (old / path).is_file())
+    return [str(path) for path in both if (old / path).read_bytes() != (new / path).read_bytes()]
 
 
 def needed(config: Config, folder: Path) -> tuple[list[Path], list[Path]]:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,7 +177,8 @@ def searchers_queued(run: RunDir) -> list[str]:
     except SlurmError:
         return []
     found = [row.partition("|") for row in rows]
-    return sorted(job for job, _, comment in found if "_" in job and comment_names(comment, run))
+    jobs = (job for job, _, comment in found if "_" in job and comment_names(comment, run))
+    return sorted(re.sub(r"%\d+", "", job) for job in jobs)  # scancel takes no limit of an array
 
 
 def job_states(run: RunDir, *, seconds: float | None = None) -> list[dict[str, str]]:
@@ -225,4 +227,6 @@ def components(*jobs: str, seconds: float | None = None) -> list[dict[str, str]]
 
 def comment_names(comment: str, run: RunDir) -> bool:
     """Return whether a job's comment is the path of the run, in any spelling."""
-    return Path(comment).exists() and run.path.samefile(comment)
+    with suppress(OSError):  # other jobs have long texts as comments, or paths of other users
+        return Path(comment).exists() and run.path.samefile(comment)
+    return False

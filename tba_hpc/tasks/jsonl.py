@@ -236,20 +236,27 @@ class Jsonl(Rows[Fields]):
                 reward.try_on(row)
             elif isinstance(reward, Function):
                 reward.try_on(row, seconds)
-        if len(self._weights) > 1:
+        if len(self._all_weights) > 1:
             log.info(self._sum_in_words())
 
     def _sum_in_words(self) -> str:
-        """Return a sentence on the weights of the rewards, and on which sum counts as correct."""
-        parts = " + ".join(f"{weight:g} × {name}" for name, weight in self._weights.items())
+        """Return a sentence on the weights of the rewards, and on which answers count as correct."""
+        parts = " + ".join(f"{weight:g} × {name}" for name, weight in self._all_weights.items())
         least = self._correct_from
-        if isinstance(least, Mapping):
+        if type(self).correct is not Jsonl.correct:
+            which = "as the task says"
+        elif isinstance(least, Mapping):
             which = f"if {' and '.join(f'{name} ≥ {value:g}' for name, value in least.items())}"
         elif self.score_name == MEAN_REWARD:
             which = "only if task.options.correct_from says from which reward or sum on"
         else:
             which = f"if this sum ≥ {least:g} (task.options.correct_from)"
         return f"the reward is {parts}; evaluations count an answer as correct {which}"
+
+    @property
+    def _all_weights(self) -> dict[str, float]:
+        """Weights of all rewards, by name, with that of the environment's own reward if it counts."""
+        return {**self._weights, OWN: 1.0} if self.own_reward else self._weights
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """Return the weighted sum of all rewards for each completion; see also ``reward_parts``."""
@@ -291,12 +298,12 @@ class Jsonl(Rows[Fields]):
         for name, reward in self._rewards.items():
             found = iter(reward(answers) if answers else [])
             self._parts[name] = [next(found) if judged else 0.0 for judged in whole]
-        weights = self._weights
         if self.own_reward:
             self._parts[OWN] = [completion.reward or 0.0 for completion in completions]
-            weights = {**weights, OWN: 1.0}
         return [
-            math.nan if fault else sum(weight * self._parts[name][i] for name, weight in weights.items())
+            math.nan
+            if fault
+            else sum(weight * self._parts[name][i] for name, weight in self._all_weights.items())
             for i, fault in enumerate(failed)
         ]
 

@@ -56,7 +56,8 @@ def find_gpu(name: str) -> Gpu:
 
     Raises ConfigError, with the names to choose from, if there is none or more than one.
     """
-    found = [GPUS[name]] if name in GPUS else gpus_named(name)
+    sized = re.search(r"-\d+$", name) is not None
+    found = [GPUS[name]] if name in GPUS else [] if sized else gpus_named(name)
     if not found:
         raise ConfigError(f"--gpu {name} is not known: valid are {', '.join(GPUS)}")
     if found[1:]:
