@@ -218,8 +218,8 @@ def test_what_a_trial_gave_is_one_finding(own: Path, text: str) -> None:
     tree = {"model": model, "generator": {"max_tokens": 40}, "buffer": buffer, "task": task}
     found = list(check_task(Facts(config=parse_config(tree), beside=own, seconds=200)))
     told = [one.found for one in found if one.level == "ok"]
-    shown = [json.dumps(form.format(text)) for form in ("", "\\boxed{{{}}}", "{}", "#### {}")]
-    gave = ", ".join(f"{number} to {one}" for number, one in zip((0, 0, 1, 0), shown, strict=True))
+    shown = [form.format(" ".join(text.split())) for form in ("", "\\boxed{{{}}}", "{}", "#### {}")]
+    gave = ", ".join(f'{number} to "{one}"' for number, one in zip((0, 0, 1, 0), shown, strict=True))
     assert told[1:] == [f"on the first row, task.reward=dots:f gives {gave}"]
     assert [one.found for one in found if one.level != "ok"] == ["." * 4]
 

@@ -14,7 +14,6 @@ the field if the argument has a default. ``**fields`` gets all other fields.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -136,9 +135,7 @@ class Function:
             self._second_call(fields, several, seconds)
         if empty:
             shown = {"": empty[0], **self._answer_call(fields, seconds)}
-            said = ", ".join(
-                f"{reward:g} to {json.dumps(text, ensure_ascii=False)}" for text, reward in shown.items()
-            )
+            said = ", ".join(f'{reward:g} to "{text}"' for text, reward in shown.items())
             log.info("on the first row, %s gives %s", self.key, said)
 
     def _first_call(self, answers: Sequence[Answer], seconds: float) -> list[float]:
