@@ -346,7 +346,7 @@ def test_a_good_task_and_one_that_cannot_be_checked_are_not_refused(folder: Path
     command = [sys.executable, "-m", "tba_hpc.checks.task_check"]
     text = config_of(folder, name=f"own:{name}").model_dump_json()
     done = subprocess.run(command, input=text, cwd=folder, capture_output=True, text=True, timeout=200)
-    assert [line for line in done.stdout.splitlines() if not line.startswith("INFO ")] == []
+    assert [line for line in done.stdout.splitlines() if line and not line.startswith("INFO ")] == []
     assert done.returncode == int(name == "Broken")
 
 
