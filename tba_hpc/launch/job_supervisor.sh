@@ -230,8 +230,8 @@ kept_waiting() {
     [ -z "$(find "$RUN/owners" -name 'trainer*' -newermt "-$WATCH_SECONDS seconds" -print -quit 2>/dev/null)" ] || return 0
     timeout 10 squeue --noheader --jobs="$own" --states=PENDING --format='%r %i %P %x' 2>/dev/null | sed -n 's/^Resources //p' |
         while read -r id partition excluded; do
-            [ "$excluded" = "(null)" ] || ! scontrol show hostnames "$excluded" | grep -qxF "$HERE" || continue
-            [ -z "$(sinfo --noheader --nodes="$HERE" --partition="$partition" --format=%n 2>/dev/null)" ] || echo "$id"
+            ! scontrol show hostnames "$excluded" 2>/dev/null | grep -qxF "$HERE" || continue
+            [ -z "$(timeout 10 sinfo --noheader --nodes="$HERE" --partition="$partition" --format=%n 2>/dev/null)" ] || echo "$id"
         done | head -n 1
 }
 

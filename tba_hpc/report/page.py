@@ -183,7 +183,7 @@ def _score_tile(data: RunData, summary: Summary) -> Tile:
     before, after, gain, verdict = summary.score_before, summary.score_after, "", ""
     at = f" step {summary.evaluated_step}" if summary.is_ahead else ""
     if before and after:
-        by = float(mean_reward(after.value - before.value))
+        by = round(after.value - before.value, 3)
         gain = mean_reward(by, "+") if data.graded else f"{100 * by:+.1f} points"
         verdict = "good" if by > 0 else "bad" if by < 0 else ""
         gain += f"; after: {data.show(after.low)} … {data.show(after.high)} (95 % interval)"

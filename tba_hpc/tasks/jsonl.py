@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -74,9 +73,9 @@ class Jsonl(Rows[Fields]):
         template to the prompt, as a user's message, or to its list of messages. correct_from: lowest reward
         of an answer that counts as correct in evaluations, or the lowest value of each reward in a mapping,
         without weights. None means 1 if there is one reward; if there are several, evaluations report only
-        the mean reward. judge_truncated: also ask the rewards about
-        completions that the token limit cut off. validation_prompts: number of rows of train_file to hold out
-        for each split without a source of its own.
+        the mean reward. judge_truncated: also ask the rewards about completions that the token limit cut off.
+        validation_prompts: number of rows of train_file to hold out for each split without a source of its
+        own.
         """
         super().__init__(tokenizer, chat=chat)
         name = type(self).__name__.lower()
@@ -107,14 +106,15 @@ class Jsonl(Rows[Fields]):
             name for section in reward.values() for name in re.findall(r"\{(\w+)\}", section.prompt or "")
         }
         self._weights = {name: section.weight for name, section in reward.items()}
+        if self.own_reward:
+            self._weights[OWN] = 1.0
         if not self._functions:
             self.longest_call = math.inf  # judges and programs have their own time limits
         self._template, self._target = template, target
         self._correct_from = 1.0 if correct_from is None else correct_from
         if isinstance(correct_from, Mapping):
-            _require_rewards(correct_from, [*reward, *([OWN] if self.own_reward else [])])
-        summed = len(reward) + self.own_reward > 1
-        if summed and correct_from is None and type(self).correct is Jsonl.correct:
+            _require_rewards(correct_from, [*self._weights])
+        if len(self._weights) > 1 and correct_from is None and type(self).correct is Jsonl.correct:
             self.score_name = MEAN_REWARD
         self._judge_truncated = judge_truncated
         self._parts: dict[str, list[float]] = {}
@@ -236,12 +236,12 @@ class Jsonl(Rows[Fields]):
                 reward.try_on(row)
             elif isinstance(reward, Function):
                 reward.try_on(row, seconds)
-        if len(self._all_weights) > 1:
+        if len(self._weights) > 1:
             log.info(self._sum_in_words())
 
     def _sum_in_words(self) -> str:
         """Return a sentence on the weights of the rewards, and on which answers count as correct."""
-        parts = " + ".join(f"{weight:g} × {name}" for name, weight in self._all_weights.items())
+        parts = " + ".join(f"{weight:g} × {name}" for name, weight in self._weights.items())
         least = self._correct_from
         if type(self).correct is not Jsonl.correct:
             which = "as the task says"
@@ -252,11 +252,6 @@ class Jsonl(Rows[Fields]):
         else:
             which = f"if this sum ≥ {least:g} (task.options.correct_from)"
         return f"the reward is {parts}; evaluations count an answer as correct {which}"
-
-    @property
-    def _all_weights(self) -> dict[str, float]:
-        """Weights of all rewards, by name, with that of the environment's own reward if it counts."""
-        return {**self._weights, OWN: 1.0} if self.own_reward else self._weights
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """Return the weighted sum of all rewards for each completion; see also ``reward_parts``."""
@@ -273,8 +268,8 @@ class Jsonl(Rows[Fields]):
         """Return whether the reward of each completion (see ``grades``) reaches ``correct_from``."""
         self._grades, least = self._judge(prompts, completions), self._correct_from
         if isinstance(least, Mapping):
-            parts = zip(*(self._parts[name] for name in least), strict=True)
-            return [all(map(operator.ge, values, least.values())) for values in parts]
+            which = range(len(completions))
+            return [all(self._parts[name][i] >= value for name, value in least.items()) for i in which]
         return [reward >= least for reward in self._grades]
 
     def grades(self) -> list[float]:
@@ -300,10 +295,9 @@ class Jsonl(Rows[Fields]):
             self._parts[name] = [next(found) if judged else 0.0 for judged in whole]
         if self.own_reward:
             self._parts[OWN] = [completion.reward or 0.0 for completion in completions]
+        weights = self._weights.items()
         return [
-            math.nan
-            if fault
-            else sum(weight * self._parts[name][i] for name, weight in self._all_weights.items())
+            math.nan if fault else sum(weight * self._parts[name][i] for name, weight in weights)
             for i, fault in enumerate(failed)
         ]
 

@@ -19,6 +19,11 @@ class Gpu:
     bf16: float
 
     @property
+    def kind(self) -> str:
+        """Name without the size of the memory."""
+        return self.name.partition("-")[0]
+
+    @property
     def bytes(self) -> float:
         """Memory in bytes."""
         return self.memory * GIB
@@ -56,8 +61,7 @@ def find_gpu(name: str) -> Gpu:
 
     Raises ConfigError, with the names to choose from, if there is none or more than one.
     """
-    sized = re.search(r"-\d+$", name) is not None
-    found = [GPUS[name]] if name in GPUS else [] if sized else gpus_named(name)
+    found = [gpu for gpu in GPUS.values() if name in (gpu.name, gpu.kind)]
     if not found:
         raise ConfigError(f"--gpu {name} is not known: valid are {', '.join(GPUS)}")
     if found[1:]:
@@ -71,4 +75,4 @@ def gpus_named(text: str) -> list[Gpu]:
     text: name of a GPU as its driver gives it, or an option that requests GPUs.
     """
     words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=rtx)[ _](?=\d)|(?<=6000)[ _](?=ada)", "", text.lower()))
-    return [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in words]
+    return [gpu for gpu in GPUS.values() if gpu.kind in words]
