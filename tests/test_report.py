@@ -332,7 +332,7 @@ def test_the_page_tells_a_requeue_by_slurm_from_a_cancellation(run: RunDir) -> N
         for time, kind in enumerate(("allocated", "start", "stopped")):
             happen(run, 10.0 * restarts + time, kind, job="7", restarts=restarts, trainers=1, searchers=2)
     first, second = (row["outcome"] for row in page.attempt_rows(RunData.read(run)))
-    assert first == "ended by Slurm (requeued, preempted or a node lost)"
+    assert first == "ended by Slurm (requeued, preempted or a node lost), back to the queue"
     assert second == "ended by Slurm (cancelled or preempted), or out of time"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,11 +45,6 @@ WHY_REQUEUED = (
 """Reasons why a job is back in the queue, by events. The first reason whose events all happened applies."""
 
 
-def why_requeued(kinds: Collection[str]) -> str:
-    """Say why a job lost an allocation and went back to the queue. kinds: kinds of the events until then."""
-    return next(words for needed, words in WHY_REQUEUED if {*needed} <= {*kinds})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """One start of a run's ranks, or an allocation of a Slurm job in which none were started.
@@ -75,6 +70,11 @@ class Attempt:
     kinds: frozenset[str] = frozenset()
 
     @property
+    def why_requeued(self) -> str:
+        """Reason why the job lost this allocation and went back to the queue."""
+        return next(words for needed, words in WHY_REQUEUED if self.kinds.issuperset(needed))
+
+    @property
     def lacks_ranks(self) -> bool:
         """True if the allocation has not ended, and no ranks have been started in it yet."""
         return not self.name and not self.end
@@ -91,6 +91,8 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
         elif kind in ("allocated", "start"):
             if last and not last.end:  # its end was never noted
                 found[-1] = replace(last, outcome=KILLED)
+            if last and last.job and last.job == event.get("job") and not same:
+                found[-1] = replace(found[-1], requeued=True)
             found.append(_begun(event))
         elif last and kind in ENDS:
             note = event.get("sentence") or (f"exit status {event['code']}" if "code" in event else "")

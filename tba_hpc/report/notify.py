@@ -37,7 +37,6 @@ from tba_hpc.report.run_state import (
     RunMonitor,
     RunState,
     run_state,
-    why_back,
 )
 from tba_hpc.report.status import cells
 from tba_hpc.report.tables import NOTHING
@@ -143,9 +142,10 @@ class Notifier:
     def _last_words(self, job: list[QueueEntry]) -> RunState:
         """Return the run's state once its launcher or batch script has ended. job: the job's components."""
         now, step = run_state(self._monitor), self._monitor.step
-        if self._monitor.last_event == "requeue":
-            why = why_back(self._monitor.events)
-            return RunState("requeued", f"{why}: leaves its nodes at step {step}, to queue again")
+        if self._monitor.last_event == "requeue" and (attempt := self._monitor.attempt):
+            return RunState(
+                "requeued", f"{attempt.why_requeued}: leaves its nodes at step {step}, to queue again"
+            )
         if now.over and (follower := next_job(self._run)):
             return RunState(now.state, f"{now.words.removeprefix('gave up: ')}; job {follower} continues")
         if now.state == "gone" and NO_ANSWER in {entry["state"] for entry in job}:

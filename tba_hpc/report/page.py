@@ -13,7 +13,7 @@ from markupsafe import Markup
 from tba_hpc.config import ConfigError, dump_config, flat, is_elastic
 from tba_hpc.core.ports import RIGHT_AND_ENDED
 from tba_hpc.core.wording import count, duration, mean_reward, percent, printable
-from tba_hpc.report.attempts import KILLED, Attempt, fault_words, why_requeued
+from tba_hpc.report.attempts import KILLED, Attempt, fault_words
 from tba_hpc.report.data import RunData, history_text
 from tba_hpc.report.digest import Stretch
 from tba_hpc.report.plots import plots
@@ -230,22 +230,21 @@ def attempt_rows(data: RunData) -> list[dict[str, Any]]:
     since, whole = found[0].start, max(max(ends) - found[0].start, 1e-9)
     return [
         {
-            **_attempt_words(attempt, part, after),
+            **_attempt_words(attempt, part),
             "lasted": duration(end - attempt.start),
             "left": 100 * (attempt.start - since) / whole,
             "width": 100 * (end - attempt.start) / whole,
         }
-        for attempt, part, end, after in zip(found, data.stretches, ends, [*found[1:], None], strict=True)
+        for attempt, part, end in zip(found, data.stretches, ends, strict=True)
     ]
 
 
-def _attempt_words(attempt: Attempt, part: Sequence[Stretch], after: Attempt | None) -> dict[str, str]:
+def _attempt_words(attempt: Attempt, part: Sequence[Stretch]) -> dict[str, str]:
     # The trainer writes the page before the launcher notes the attempt's end.
     last = part[-1].event if part and part[-1].event in ("stopped", "finished") else ""
     outcome = attempt.outcome or last
-    returned = after is not None and attempt.job == after.job and attempt.restarts < after.restarts
     words = OUTCOMES.get(outcome, "" if attempt.end else "at work")
-    words = _why_stopped(attempt, returned=returned) if outcome == "stopped" else words
+    words = _why_stopped(attempt) if outcome == "stopped" else words
     requeued = "back to the queue" if attempt.requeued else ""
     bad = outcome in ("failed", "refused", KILLED)
     return {
@@ -259,10 +258,9 @@ def _attempt_words(attempt: Attempt, part: Sequence[Stretch], after: Attempt | N
     }
 
 
-def _why_stopped(attempt: Attempt, *, returned: bool) -> str:
-    """Say why the ranks of an attempt were stopped. returned: whether its job then got nodes again."""
-    if attempt.requeued or returned or "draining" in attempt.kinds:
-        return why_requeued(attempt.kinds)
+def _why_stopped(attempt: Attempt) -> str:
+    if attempt.requeued or "draining" in attempt.kinds:
+        return attempt.why_requeued
     if not attempt.job:
         return OUTCOMES["stopped"]
     return ASKED if "signal" in attempt.kinds else BY_SLURM

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 from tba_hpc.config import is_elastic
-from tba_hpc.report.attempts import Attempt, Event, failures_in_a_row, why_requeued
+from tba_hpc.report.attempts import Attempt, failures_in_a_row
 from tba_hpc.report.data import RunData, series
 from tba_hpc.report.digest import SearcherDigest
 from tba_hpc.run.checkpoints import latest_checkpoint, step_of
@@ -284,7 +284,7 @@ def _number(job: str) -> int:
 def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
     queued = [component for component in job if component["state"] in QUEUED]
     waiting = next((component for component in queued if NEVER.match(component["reason"])), queued[0])
-    reason, step, events = waiting["reason"], monitor.step, monitor.events
+    reason, step = waiting["reason"], monitor.step
     held = "held" in reason.lower() or "hold" in reason.lower()
     command, why_not = f"scontrol release {waiting['job']}" if held else "", bracketed(reason)
     if NEVER.match(reason):
@@ -292,15 +292,8 @@ def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
         why_not += ": the job will never start unless a limit or a node changes; stop it, and submit it anew"
     if not _heard_of(monitor, job):
         return RunState("queued", f"queued{why_not}", command)
-    return RunState("requeued", f"{why_back(events)}, back in the queue at step {step}{why_not}", command)
-
-
-def why_back(events: Sequence[Event]) -> str:
-    """Say why a run's job lost its newest allocation and went back to the queue.
-
-    events: events of the run, oldest first, at least one.
-    """
-    return why_requeued({event["event"] for event in events if event["restarts"] == events[-1]["restarts"]})
+    why = monitor.attempt.why_requeued if monitor.attempt else "ended by Slurm"
+    return RunState("requeued", f"{why}, back in the queue at step {step}{why_not}", command)
 
 
 def _heard_of(monitor: RunMonitor, job: list[QueueEntry]) -> bool:
