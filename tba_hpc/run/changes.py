@@ -62,15 +62,13 @@ def refuse_steps_behind(run: RunDir, config: Config) -> None:
 def changes(run: RunDir, config: Config) -> dict[str, tuple[Any, Any]]:
     """Map each dotted key that a resume with ``config`` changes to its (old, new) value.
 
-    Keys that each start sets for itself (PER_START) are left out, except ``launch.elastic``, which users set.
-    The map is empty if the run is new or has produced nothing.
+    Keys that each start sets for itself (PER_START) are left out. The map is empty if the run is new or has
+    produced nothing.
     """
     if not run.config_file.exists() or run.came_to_nothing:
         return {}
     pairs = differences(run.config(), config)
-    return {
-        key: pair for key, pair in pairs.items() if key == "launch.elastic" or not key.startswith(PER_START)
-    }
+    return {key: pair for key, pair in pairs.items() if key not in PER_START}
 
 
 def consequences(run: RunDir, config: Config) -> str:

@@ -45,8 +45,8 @@ ATTEMPT = "TBA_ATTEMPT"
 SEARCHERS_FIRST = "TBA_SEARCHERS_FIRST"
 """Environment variable that is "1" if MPI numbers the searchers before the trainers."""
 
-PER_START = ("launch.", "run.root")
-"""Prefixes of the config keys that each start sets for itself: how to launch, and where the run lies."""
+PER_START = {"launch.trainers", "launch.searchers", "run.root"}
+"""Config keys that each start sets for itself: numbers of ranks, and where the run lies."""
 
 INPUTS = ("model.path", "task.train_file", "task.test_file")
 """Config keys of input paths. They may change, because every start checks the contents (``run.inputs``)."""
@@ -325,7 +325,7 @@ class RunDir:
 
     def _keep(self, old: Config, new: Config) -> None:
         """Copy the old config to the history, unless only PER_START keys change; reopen a finished run."""
-        if all(key.startswith(PER_START) for key in differences(old, new)):
+        if differences(old, new).keys() <= PER_START:
             return
         self.history.mkdir(exist_ok=True)
         number = 1 + len(list(self.history.glob("config-*.yaml")))
