@@ -4,12 +4,14 @@ import sys
 from pathlib import Path
 from shlex import quote
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from recorded import new_run
 
 from tba_hpc.checks.facts import Facts, SlurmFacts
 from tba_hpc.checks.slurm_checks import check_time
+from tba_hpc.commands import submit
 from tba_hpc.commands.submission import Submission, again
 from tba_hpc.commands.submit import (
     Ready,
@@ -155,3 +157,20 @@ def test_a_finished_run_takes_no_searchers_however_many(
     assert capsys.readouterr().out.startswith("finished already, so it takes no searchers: ")
     with pytest.raises(ConfigError, match="--nodes 9 with 4 searchers each is more than the run takes"):
         submit_elastic(Submission(config=run.path, site=GENERIC, nodes=9), show=True)
+
+
+def test_a_login_is_asked_for_once_for_the_unfinished_seeds_of_a_config(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though the first seed is finished; not where the job itself may bring a login."""
+    asked: list[object] = []
+    monkeypatch.setattr(submit, "require_login", lambda config, *_: asked.append(config))
+    monkeypatch.setattr(submit, "is_done", lambda run, _: run == "finished")
+
+    def ready(file: str, run: str, **keys: object) -> Any:
+        site, submission = Site.model_validate({"gpus_per_node": 0, **keys}), SimpleNamespace(config=file)
+        return SimpleNamespace(submission=submission, run=run, config=f"{file} {run}", site=site)
+
+    runs = [ready("a", "finished"), ready("a", "one"), ready("a", "two"), ready("b", "one")]
+    submit._require_logins([*runs, ready("c", "one", setup=["source login"]), ready("d", "finished")])
+    assert asked == ["a two", "b one"]

@@ -232,6 +232,7 @@ def test_elastic_searchers_leave_a_node_that_their_run_waits_for(cluster: Cluste
     assert (waiting["JobState"], waiting["Restarts"]) == ("PENDING", "1")
     (log,) = (run.path / "slurm").glob("searchers-*.log")
     assert f"job {own} of this run waits for nodes, and may need " in log.read_text()
+    assert (run.path / f"slurm/left-{array}_0").read_text() == "none\n", "once before the next start"
 
 
 def test_an_elastic_searcher_that_dies_is_restarted_alone(cluster: Cluster, tmp_path: Path) -> None:
