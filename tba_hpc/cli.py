@@ -573,8 +573,8 @@ def ask(
         str,
         typer.Argument(
             metavar="QUESTION",
-            help="A question; it is formatted like the task's prompts. For environments and agents also a "
-            "whole row, as JSON.",
+            help="A question; it is formatted like the task's prompts. For a task with rows of your own also "
+            "a whole row, as JSON.",
         ),
     ],
     config: TaskConfig = None,

@@ -218,6 +218,17 @@ def test_messages_are_rendered_by_the_chat_template(tmp_path: Path) -> None:
     assert second.tokens.tolist() == tokenizer.encode_chat("0 + 2?").tolist()
 
 
+def test_a_question_may_be_a_row_with_messages(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer("hermes")
+    task = load(tmp_path, "\n".join(lines(3)), tokenizer, options={"chat": True})
+    asked = task.encode_question(json.dumps({"prompt": MESSAGES}))
+    assert asked.tolist() == tokenizer.encode_rendered(SHOWN).tolist()
+    for text in ('{"ask": "x"}', "[1]", "7"):  # no row of this data
+        assert task.encode_question(text).tolist() == tokenizer.encode_chat(text).tolist()
+    with pytest.raises(ConfigError, match="the question cannot be used as a row: 'prompt' is an empty list"):
+        task.encode_question('{"prompt": []}')
+
+
 def test_messages_that_the_template_leaves_out_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

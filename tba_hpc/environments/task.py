@@ -10,10 +10,8 @@ which it has arguments.
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Annotated, Any, Literal, cast, get_args
 
 import numpy as np
@@ -25,7 +23,7 @@ from tba_hpc.core.types import Completion, Prompt, Request, Split
 from tba_hpc.environments.chat import Chat
 from tba_hpc.environments.contract import Contract, Session
 from tba_hpc.environments.conversations import Conversations
-from tba_hpc.tasks.fields import Fields, LackingError, Unusable, filled_in
+from tba_hpc.tasks.fields import Fields, LackingError, Unusable, filled_in, row_in
 from tba_hpc.tasks.jsonl import Jsonl
 
 Count = Annotated[int, Field(ge=1)]
@@ -111,11 +109,8 @@ class Conversational(Jsonl):
 
     def _asked(self, text: str) -> Fields:
         """Return the row of a user's question. Raises ConfigError if an episode cannot begin with it."""
-        row: object = None
-        with suppress(ValueError, RecursionError):
-            row = json.loads(text.removeprefix("\ufeff"))
         try:
-            if isinstance(row, dict):
+            if (row := row_in(text)) is not None:
                 return self._checked(row)
             named = self._needed if len(self._needed) == 1 else ()
             plain = {"prompt": text, **dict.fromkeys(named, text)}

@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -94,6 +95,14 @@ def as_text(value: object) -> str:
         return ""
     plain = isinstance(value, str | int | float) and not isinstance(value, bool)
     return str(value) if plain else json.dumps(value, ensure_ascii=False)
+
+
+def row_in(text: str) -> Fields | None:
+    """Return the row that a user typed as a JSON object; None if ``text`` is something else."""
+    row: object = None
+    with suppress(ValueError, RecursionError):
+        row = json.loads(text.removeprefix("\ufeff"))
+    return row if isinstance(row, dict) else None
 
 
 def filled_in(template: str, fields: Mapping[str, object]) -> str:

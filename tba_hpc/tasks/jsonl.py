@@ -23,7 +23,15 @@ from tba_hpc.core.ports import MEAN_REWARD, ChatTokenizer, Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.core.wording import did_you_mean
 from tba_hpc.tasks.data import Table, sources_of
-from tba_hpc.tasks.fields import Fields, Unusable, as_text, filled_in, require_messages, require_text
+from tba_hpc.tasks.fields import (
+    Fields,
+    Unusable,
+    as_text,
+    filled_in,
+    require_messages,
+    require_text,
+    row_in,
+)
 from tba_hpc.tasks.judge import Judge
 from tba_hpc.tasks.rewards import Function, make_rewards
 from tba_hpc.tasks.rows import Rows
@@ -198,6 +206,16 @@ class Jsonl(Rows[Fields]):
         A field of the template must be a number, a text that is not blank, or the prompt's messages. A field
         that a judge's prompt shows must not be null, and one that a function needs must be there.
         """
+        self._require_prompt(row)
+        for name in sorted(self._judged & row.keys()):
+            if row[name] is None:
+                raise Unusable(f"{name!r} is null, but the judge is to see it")
+        for function in self._functions:
+            function.arguments.require(row)
+        return row
+
+    def _require_prompt(self, row: Fields) -> None:
+        """Raise Unusable if a field of the template is neither text nor the prompt's messages."""
         lacking = [key for key, is_set in self._for_messages.items() if not is_set]
         for name in sorted(self._needed):
             value = row.get(name)
@@ -207,19 +225,20 @@ class Jsonl(Rows[Fields]):
                 raise Unusable(f"'prompt' is a list of messages, which needs {' and '.join(lacking)}")
             else:
                 require_messages(value, name)
-        for name in sorted(self._judged & row.keys()):
-            if row[name] is None:
-                raise Unusable(f"{name!r} is null, but the judge is to see it")
-        for function in self._functions:
-            function.arguments.require(row)
-        return row
 
     def encode_question(self, text: str) -> np.ndarray:
-        """Encode a user's question, int32 [T].
+        """Encode a user's question, int32 [T]. Raises ConfigError for a row that makes no prompt.
 
-        If the template has exactly one field, the question is filled in there. Otherwise the prompt is the
-        question alone.
+        A JSON object with all fields of the template is a row of the data. Any other question is filled in if
+        the template has exactly one field; otherwise the prompt is the question alone.
         """
+        row = row_in(text)
+        if row and self._needed <= row.keys():
+            try:
+                self._require_prompt(row)
+            except Unusable as error:
+                raise ConfigError(f"the question cannot be used as a row: {error}") from None
+            return self.encoded(self.shown(row), row)
         one = len(self._needed) == 1
         whole = filled_in(self._template, dict.fromkeys(self._needed, text)) if one else text
         return self._encode(whole)
