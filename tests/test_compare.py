@@ -18,6 +18,7 @@ from tba_hpc.commands.compare import (
     compare,
     config_rows,
     print_comparison,
+    remarks,
     score_rows,
     values,
     write_comparison,
@@ -162,14 +163,20 @@ def test_values_that_a_resume_changed_are_shown_in_order(tmp_path: Path) -> None
     assert list(row.values()) == [key, "0.0005 → 0.0001", "0.0001", "0.0001 → 0.0002 → 0.0001"]
 
 
-def test_code_that_differs_is_shown_though_the_configs_are_equal(tmp_path: Path) -> None:
+def test_code_that_differs_is_shown_though_the_configs_are_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = [new_run(tmp_path / name) for name in ("a", "b")]
     for run, reward in zip(runs, ("1.0", "0.5"), strict=True):
         (run.modules / "deep").mkdir(parents=True)
         (run.modules / "mine.py").write_text(f"def f(completion): return {reward}")
         (run.modules / "deep/same.py").write_text("")
-    (row,) = config_rows(compare([run.path for run in runs]))
+    compared = compare([run.path for run in runs])
+    (row,) = config_rows(compared)
     assert list(row.values()) == ["modules/mine.py", "5fab18bf", "6dccd338"]
+    print_comparison(compared)
+    assert "a difference of scores may be one of their rewards" in capsys.readouterr().out
+    assert not remarks([compared[0], compared[0]])
 
 
 def test_paths_are_shown_whole_and_without_parents(

@@ -37,6 +37,9 @@ DIFFERENCES = (
 LEFT_OUT = "KL and perplexity are left out: these runs have different references"
 """Remark in place of the figures OF_REFERENCE."""
 
+OTHER_CODE = "the runs' code differs: a difference of scores may be one of their rewards"
+"""Remark on scores that different versions of the user's code gave."""
+
 
 @dataclass(frozen=True, slots=True)
 class Compared:
@@ -170,6 +173,13 @@ def share_reference(runs: Sequence[Compared]) -> bool:
     return len(models) < 2
 
 
+def remarks(runs: Sequence[Compared]) -> list[str]:
+    """Return what to bear in mind when the figures of these runs are compared."""
+    same_code = all(_code(run.data.run) == _code(runs[0].data.run) for run in runs)
+    found = {LEFT_OUT: not share_reference(runs), OTHER_CODE: not same_code}
+    return [remark for remark, holds in found.items() if holds]
+
+
 def _figures(run: Compared) -> dict[str, str]:
     rows = {name: cell_text(value) for name, value in summary_rows(run.summary).items()}
     rows["optimizer steps"] += "" if run.summary.finished else ", unfinished"
@@ -198,9 +208,7 @@ def print_comparison(runs: Sequence[Compared], *, as_json: bool = False) -> None
     print_rows(config_rows(runs) or [{"key": "their configs and code do not differ"}])
     print()
     print_rows(score_rows(runs))
-    print(f"\nin brackets: 95 % intervals; {DIFFERENCES}")
-    if not share_reference(runs):
-        print(LEFT_OUT)
+    print("", f"in brackets: 95 % intervals; {DIFFERENCES}", *remarks(runs), sep="\n")
 
 
 def values(runs: Sequence[Compared]) -> dict[str, Any]:
@@ -231,6 +239,5 @@ def write_comparison(path: Path, runs: Sequence[Compared]) -> None:
         lines=[run_line(i) for i in range(len(runs))],
         tables=[config_rows(runs), score_rows(runs)],
         plots=overlays([run.data for run in runs], kl=share_reference(runs)),
-        differences=DIFFERENCES,
-        note="" if share_reference(runs) else LEFT_OUT,
+        remarks=[DIFFERENCES, *remarks(runs)],
     )
