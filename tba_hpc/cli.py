@@ -362,6 +362,8 @@ def track(
 
     run_dir = RunDir.open(run)
     config = load_config(run_dir.config_file, overrides)
+    if not until_eof:
+        follow.require_login(config)
     goes_on = follow.until_eof if until_eof else follow.until_interrupted if go_on else lambda _: False
     follow.follow(run_dir, config, goes_on=goes_on)
 

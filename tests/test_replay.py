@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,7 +25,7 @@ from test_loops import (
     make_searcher,
 )
 
-from tba_hpc.commands.replay import read_recorded, replay_config, train_on
+from tba_hpc.commands.replay import read_recorded, replay, replay_config, train_on
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.core.types import Shard
 from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
@@ -190,6 +191,41 @@ def test_another_objective_learns_from_the_same_first_batch(tmp_path: Path) -> N
         assert first(run, "train/loss") != first(source, "train/loss")
     assert RunDir(tmp_path / "oapl-seed0").config().train.reference.name == "behaviour"
     assert first(RunDir(tmp_path / "oapl-seed0"), "train/log_ratio") == pytest.approx(0, abs=1e-6)
+
+
+OWN_CODE = {
+    "recorded/own_rewards.py": "def right(completion): return 1.0",
+    "here/own_rewards.py": "def right(completion): return 2.0",
+    "here/own_loss.py": "from own_part import weighed\ndef loss(groups, beta): return weighed(groups)",
+    "here/own_part.py": "def weighed(groups): return -groups.logprob_BK * groups.reward_BK",
+}
+
+
+def test_a_replay_keeps_the_recorded_code_and_a_new_loss_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    source = in_lockstep(tmp_path / "runs", task={"reward": "own_rewards:right"})
+    for name, text in OWN_CODE.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    shutil.copytree(tmp_path / "recorded", source.modules)
+    settings = ["model.path=lab.tabular:Tabular", "run.name=own", "train.objective=own_loss:loss"]
+    with pytest.raises(ConfigError, match=r"^train.objective=own_loss:loss cannot be imported"):
+        replay(source.path, settings, delay=1)
+    monkeypatch.chdir(tmp_path / "here")
+    run, _ = replay(Path("../here/../runs") / source.path.name, settings)
+    assert run.finished and run.path == tmp_path / "runs/own-seed0"
+    kept = {file.name: file.read_text() for file in run.modules.glob("*.py")}
+    expected = {name: text for name, text in OWN_CODE.items() if name != "here/own_rewards.py"}
+    assert kept == {Path(name).name: text for name, text in expected.items()}
+    monkeypatch.chdir("/")
+    longer = f"train.steps={len(steps_of(run)) + 2}"
+    assert replay(source.path, [*settings, longer])[0].finished
+    assert {file.name: file.read_text() for file in run.modules.glob("*.py")} == kept
+    with pytest.raises(ConfigError, match=r'own-seed0 holds .*"delay": 0.* cannot go on as .*"delay": 1'):
+        replay(source.path, settings, delay=1)
 
 
 def test_shards_come_later_or_all_at_once(tmp_path: Path) -> None:

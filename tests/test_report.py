@@ -618,7 +618,7 @@ def test_a_name_in_a_strangers_run_is_text_in_every_page(run: RunDir, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["environment", "jsonl"])
-def test_the_last_line_asks_about_a_whole_row_where_conversations_may_need_it(
+def test_the_last_lines_ask_about_a_whole_row_where_conversations_may_need_it_and_for_the_score(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     task = {"name": name, "train_file": "my rows.jsonl", "reward": "own:score"}
@@ -626,4 +626,6 @@ def test_the_last_line_asks_about_a_whole_row_where_conversations_may_need_it(
     run.export.mkdir()
     print_summary(run, summarise(run))
     question = """"$(grep -m 1 { 'my rows.jsonl')\"""" if name == "environment" else '"…"'
-    assert capsys.readouterr().out.splitlines()[-1] == f"try it       tba ask {run.path} {question}"
+    first, then = capsys.readouterr().out.splitlines()[-2:]
+    assert first == f"try it       tba ask {run.path} {question}"
+    assert then == f"its score    tba evaluate {run.path}"

@@ -252,13 +252,17 @@ def test_a_run_that_w_and_b_would_not_hear_of_does_not_start(
     require_login(wanted, here)
 
 
-def test_tba_run_asks_for_the_login_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_ask_for_the_login_before_they_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb", reason="pip install 'wandb==0.31.0'")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_MODE")
     done = tba("run", "quickstart", "--set", WANDB, "--set", f"run.root={tmp_path}/runs")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "needs a login to W&B" in done.stderr
     assert not (tmp_path / "runs").exists()
+    later = tba("track", new_run(tmp_path).path, "--set", WANDB)
+    assert later.returncode == 2 and later.stderr == done.stderr
 
 
 def test_nothing_is_imported_until_it_is_used(tmp_path: Path) -> None:

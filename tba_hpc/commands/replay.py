@@ -24,6 +24,7 @@ from tba_hpc.exchange.replay_exchange import Recording, ReplayExchange, of_behav
 from tba_hpc.loops.freshness import Freshness
 from tba_hpc.loops.restoring import verify_checkpoints
 from tba_hpc.report.track.follow import tracked
+from tba_hpc.run import modules
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.changes import is_done
 from tba_hpc.run.directory import RunDir, ShardKey
@@ -44,9 +45,11 @@ def replay(
 ) -> tuple[RunDir, Config]:
     """Train on the shards of the run at ``path``, with its config and ``overrides``, as a run of its own.
 
-    The replay is a run directory beside the recorded one, and another call resumes it. Each shard arrives
-    ``delay`` steps after the step at which it arrived in the recorded run. at_once: all shards arrive before
-    the first step. partial: whether to replay what is left if shards have been deleted.
+    The replay is a run directory beside the recorded one, and another call resumes it. It keeps a copy of the
+    recorded run's code, and of a new loss of the user's from the working directory.
+
+    Each shard arrives ``delay`` steps after the step at which it arrived in the recorded run. at_once: all
+    shards arrive before the first step. partial: whether to replay what is left if shards have been deleted.
 
     Returns the replay's run directory and config. Raises ConfigError, and the errors of training.
     """
@@ -56,21 +59,25 @@ def replay(
     recording, read = read_recorded(source, recorded, config, partial=partial)
     recording = recording.at_once() if at_once else recording.delayed(delay)
     run = RunDir.check(config)
-    note = json.dumps({"of": str(source.path), "delay": delay, "at_once": at_once})
-    if (run.path / NOTE).exists() and (run.path / NOTE).read_text() != note:
-        raise ConfigError(
-            f"{run.path} replays another run, or with another --delay or --at-once "
-            f"({(run.path / NOTE).read_text()}): choose another run.name"
-        )
+    note = json.dumps({"of": str(source.path.resolve()), "delay": delay, "at_once": at_once})
+    _refuse_another(run, note)
     if is_done(run, config):
         return run, config
     with owned(run):
         create_run(config)
+        modules.keep(run, config, source.modules, Path.cwd(), run.modules)
         write_atomic(run.path / NOTE, note)
         run.begin_attempt()
         with tracked(run, config):
             train_on(run, config, recording, read)
     return run, config
+
+
+def _refuse_another(run: RunDir, note: str) -> None:
+    """Raise ConfigError if the run directory holds results of anything but a replay with this note."""
+    known = (run.path / NOTE).read_text() if (run.path / NOTE).exists() else "no replay"
+    if known != note and not run.came_to_nothing:
+        raise ConfigError(f"{run.path} holds {known}, so it cannot go on as {note}: choose another run.name")
 
 
 class Unhurried(Freshness):
@@ -129,7 +136,7 @@ def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Seque
     tree = recorded.model_dump(mode="json")
     ours = [
         f"run.name={recorded.run.name}-replay",
-        f"run.root={json.dumps(str(source.path.parent))}",
+        f"run.root={json.dumps(str(source.path.parent.resolve()))}",
         "launch.trainers=1",
         f"train.steps={max(1, steps)}",
     ]

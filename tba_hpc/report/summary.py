@@ -239,7 +239,10 @@ def print_summary(run: RunDir, summary: Summary, *, as_json: bool = False) -> No
     lines: list[tuple[str, Cell]] = [("alert", sentence) for sentence in summary.alerts]
     lines += [(name, str(path)) for name, path in places.items() if path.exists()]
     if run.export.exists():
-        lines.append(("try it", f"tba ask {shlex.quote(str(run.path))} {_question(run.config().task)}"))
+        where = shlex.quote(str(run.path))
+        lines.append(("try it", f"tba ask {where} {_question(run.config().task)}"))
+        if summary.score_after is None:  # as in a replay
+            lines.append(("its score", f"tba evaluate {where}"))
     print_lines(lines)
 
 

@@ -54,24 +54,28 @@ def find_file(name: str) -> Path | None:
     return next((file.absolute() for file in files if file.is_file()), None)
 
 
-def keep(run: RunDir, config: Config, beside: Path) -> None:
-    """Replace the run's copy of the user's code by what ``config`` needs from the folder ``beside``.
+def keep(run: RunDir, config: Config, *beside: Path) -> None:
+    """Replace the run's copy of the user's code by what ``config`` needs from the folders ``beside``.
 
-    If the config needs nothing from that folder, the earlier copy stays. Messages on stderr name files that
-    differ from the earlier copy, unless the run has produced nothing, and files that are too large to copy.
-    Files that differ are also logged, as an event ``changed``.
+    If several of them have a file, the first one's is copied. If the config needs nothing from them, or if
+    the only one is the copy, the copy stays. Messages on stderr name files that differ from the earlier copy,
+    unless the run has produced nothing, and files that are too large to copy. Files that differ are also
+    logged, as an event ``changed``.
     """
-    found, large = needed(config, beside)
-    if not found or beside.resolve() == run.modules.resolve():
+    each = [(folder, *needed(config, folder)) for folder in beside]
+    if not any(found for _, found, _ in each) or {folder.resolve() for folder in beside} == {
+        run.modules.resolve()
+    }:
         return
-    for path in large:
+    for path in chain.from_iterable(large for _, _, large in each):
         print(
             f"{path.name}, which code of the run names, is {path.stat().st_size >> 20} MiB, and files beyond "
             f"{LARGEST_FILE >> 20} MiB are not copied: let the code name it by its absolute path",
             file=sys.stderr,
         )
     with replacing(run.modules) as part:
-        copy(found, beside, part)
+        for folder, found, _ in each:
+            copy([path for path in found if not (part / path.relative_to(folder)).exists()], folder, part)
         changed = _changed(run.modules, part)
     if changed and not run.came_to_nothing:
         print(
