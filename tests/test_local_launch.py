@@ -83,6 +83,7 @@ while mode != "finish" and not hits and time.monotonic() < end:
     time.sleep(0.02)
 time.sleep(0.3)  # a second signal would come now
 if verb == "train":
+    (run / "job-end").write_text(os.environ["TBA_JOB_END"])
     (run / "summary.json").write_text('{"finished": false}')
 (run / f"hits-{name}").write_text(str(len(hits)))
 if mode == "stubborn":
@@ -102,7 +103,7 @@ from tba_hpc.launch.local import launch
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.owners import owned
 run = RunDir.open(Path(sys.argv[3]))
-with owned(run):
+with owned(run, listens=True):
     sys.exit(launch(run, run.config(), program=[sys.executable, *sys.argv[4:]]))
 """
 
@@ -294,6 +295,28 @@ def test_every_rank_is_asked_to_stop_exactly_once(
     assert "stopping at the next safe point, with a checkpoint; from now on Ctrl-C kills" in out
     assert (f"stopped; to resume: tba run {launched.run.path}" in out) == (code == Exit.UNFINISHED)
     assert launched.events() == ["start", "signal", "stopped"]
+
+
+@pytest.mark.parametrize(
+    ("job", "says", "end"),
+    [
+        ("", "exit 1", "inf"),
+        ("7", "echo JobId=7 EndTime=2030-01-02T03:04:05 Deadline=N/A", "1893553445.0"),
+        ("7", "echo JobId=7 EndTime=Unknown", "inf"),
+        ("7", "exit 1", "1893553400"),
+    ],
+)
+def test_ranks_learn_when_their_job_ends_and_who_stops_by_themselves_go_on(
+    tmp_path: Path, job: str, says: str, end: str
+) -> None:
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{says}")
+    (tmp_path / "scontrol").chmod(0o755)
+    around = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TZ": "UTC", "SLURM_JOB_ID": job}
+    if says == "exit 1" and job:
+        around["SLURM_JOB_END_TIME"] = end
+    launched = Launched(tmp_path, "finish", "files", **around)
+    assert launched.end()[0] == (0 if end == "inf" else Exit.UNFINISHED)
+    assert float((launched.run.path / "job-end").read_text()) == float(end)
 
 
 @pytest.mark.parametrize(

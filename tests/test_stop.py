@@ -21,6 +21,7 @@ from typed import tba
 from waiting import until
 
 from tba_hpc.launch import LaunchError, stop
+from tba_hpc.run import owners
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
 from tba_hpc.run.owners import Owner, take_lease
@@ -100,6 +101,24 @@ def test_stop_lets_a_run_here_checkpoint_and_end(run: RunDir, launched: list[Lau
     assert launched[0].process.wait(5) == 0
     assert events(run) == ["start", "signal", "stopped"]
     assert run.summary.exists(), "the trainer had the time to write"
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_run_in_a_job_is_stopped_for_good_from_any_machine(
+    run: RunDir, launched: list[Launched], monkeypatch: pytest.MonkeyPatch, here: bool
+) -> None:
+    """A signal alone would be that of Slurm, after which the job's script queues it again."""
+    with monkeypatch.context() as inside:
+        inside.setenv("SLURM_JOB_ID", "46")
+        launched.append(up(run, "wait"))
+    if not here:
+        monkeypatch.setattr(owners, "_machine", lambda: "another")
+        with pytest.raises(LaunchError, match=r"log in to .* and type the same there, or scancel 46$"):
+            stop.cancel(run)
+    assert f"process {launched[0].process.pid} on " in stop.stop(run)
+    assert launched[0].process.wait(30) == 0
+    assert events(run) == ["start", "signal", "stopped"] and run.summary.exists()
+    assert not (run.path / "slurm/stop").exists()
 
 
 def test_a_deadline_names_who_has_not_ended(run: RunDir, launched: list[Launched]) -> None:

@@ -44,7 +44,9 @@ from tba_hpc.run.memory import oom_kills
 from tba_hpc.run.metrics import MetricsTail, number
 from tba_hpc.run.notes import Exit, at_work, first_note, log_file, rank_name, refusal
 from tba_hpc.run.signals import die_with, kill_session
+from tba_hpc.run.slurm_queue import job_end
 from tba_hpc.run.stacks import late_ranks
+from tba_hpc.run.stop_request import is_to_end
 
 RANKS_CHECK_SECONDS = 0.25
 """Pause between two checks of the processes and the metrics, in seconds."""
@@ -357,7 +359,7 @@ def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path,
     logs: folder of the attempt, which gets the output of each process. memory: folder for MPI's files. ranks:
     number of ranks of the run.
     """
-    environment = {**environment_of(memory), ATTEMPT: logs.name}
+    environment = {**environment_of(memory), ATTEMPT: logs.name, "TBA_JOB_END": str(job_end())}
     world = Ranks(ranks=ranks if MPIEXEC in commands else 0)
     for name, command in commands.items():
         # The kernel sends this signal if the launcher dies. On SIGTERM mpiexec ends its ranks; on SIGKILL
@@ -380,21 +382,29 @@ def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path,
 
 @dataclass
 class Signals:
-    """Requests of the user or Slurm that came as signals.
+    """Requests of the user or Slurm.
 
     stop: whether to end the run at its next safe point. kill: whether to end it at once. preempted: whether
-    the last signal was SIGUSR1 or SIGTERM in a Slurm job, which is then preempted or out of time.
+    the last signal was SIGUSR1 or SIGTERM in a Slurm job, which is then preempted or out of time. for_good:
+    whether ``tba stop`` has asked the job to end, by a file.
     """
 
     stop: bool = False
     kill: bool = False
     preempted: bool = False
+    for_good: bool = False
 
     def take(self, number: int, _: FrameType | None) -> None:
         """Handle signal ``number``: the first signal asks to stop, and a later SIGINT asks to kill."""
         self.kill = self.kill or (self.stop and number == signal.SIGINT)
         self.preempted = "SLURM_JOB_ID" in os.environ and number in (signal.SIGUSR1, signal.SIGTERM)
         self.stop = True
+
+    def read(self, run: RunDir) -> None:
+        """Read a request of ``tba stop``; see ``run.stop_request``."""
+        with suppress(OSError):  # a file server that does not answer may answer later
+            self.for_good = self.for_good or is_to_end(run.path)
+        self.stop = self.stop or self.for_good
 
 
 @contextmanager
@@ -433,7 +443,10 @@ def launch(
             code = _attempt(run, config, processes, asked, console)
             steps = (number(record, "step", -1) for record in news.records() if "event" not in record)
             reached = max(steps, default=-1)
-            if code != Exit.REFUSED and asked.preempted and not run.finished:
+            asked.read(run)
+            in_time = code == Exit.DONE and not asked.stop and job_end() < math.inf  # before the job's end
+            goes_on = (asked.preempted or in_time) and not (run.finished or asked.for_good)
+            if goes_on and code != Exit.REFUSED:
                 _say(console, f"stopped; to resume: {run_command(run)}")
                 return Exit.UNFINISHED
             if code in (Exit.DONE, Exit.REFUSED) or asked.stop:
@@ -553,12 +566,15 @@ def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config, *
 
 
 def _watch(run: RunDir, world: Ranks, asked: Signals, display: LiveDisplay) -> int:
-    """Wait until the run ends; return its exit status. Pass on the user's requests to stop or to kill it.
+    """Wait until the run ends; return its exit status. Pass on requests to stop or to kill it.
 
     A request to stop is repeated until the ranks have ended.
     """
-    asked_at, open_to_others = -math.inf, world.ranks > 0
+    asked_at, read_at, open_to_others = -math.inf, -math.inf, world.ranks > 0
     while (code := world.poll()) is None:
+        if time.monotonic() - read_at > ASK_AGAIN_SECONDS:
+            read_at = time.monotonic()
+            asked.read(run)
         if asked.kill:
             world.kill()
             return 128 + signal.SIGINT

@@ -1,7 +1,7 @@
 """Ends a run: ``tba stop`` after a checkpoint, ``tba cancel`` at once.
 
-The run may be a process on this machine or a Slurm job. For a job, ``stop`` writes the file
-``RUN/slurm/stop``, which tells the job's script to end rather than requeue (``supervise.py``).
+The run may be a process on this machine, or a Slurm job, which is asked not to queue again
+(``run.stop_request``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event, read_events, resume_command
-from tba_hpc.run.files import write_atomic
 from tba_hpc.run.owners import Owner, holders, keeps_open, owner_at_work
 from tba_hpc.run.slurm_queue import (
     ANSWER_SECONDS,
@@ -33,6 +32,7 @@ from tba_hpc.run.slurm_queue import (
     jobs_of,
     searchers_queued,
 )
+from tba_hpc.run.stop_request import ask_job_to_end
 
 LAUNCHER_END_SECONDS = 10.0
 """Seconds in which a launcher must kill its ranks and end. If it does not, it is killed."""
@@ -48,7 +48,8 @@ long, up to JOB_CHECK_SECONDS."""
 def stop(run: RunDir) -> str:
     """Ask the run to write a checkpoint at its next safe point and end; return a sentence on what was done.
 
-    Raises LaunchError if the run is a process on another machine, or Slurm does not answer.
+    Raises LaunchError if the run is a process on another machine that cannot be asked from here, or if Slurm
+    does not answer.
     """
     match at_work(run):
         case None:
@@ -56,13 +57,19 @@ def stop(run: RunDir) -> str:
         case ActiveJob() as job:
             return _stop_job(run, job)
         case owner:
-            _refuse_stranger(run, owner)
-            _signal(owner, signal.SIGUSR1)
+            if owner.job:
+                ask_job_to_end(run.path, owner.job)
+            if owner.is_here:
+                _refuse_stranger(run, owner)
+                _signal(owner, signal.SIGUSR1)
             return f"{owner} is asked to checkpoint and end; to resume then: {_again(run)}{_staying(run)}"
 
 
 def cancel(run: RunDir) -> str:
-    """End the run at once; return a sentence on what was done. Raises LaunchError as ``stop`` does."""
+    """End the run at once; return a sentence on what was done.
+
+    Raises LaunchError if the run is a process on another machine, or if Slurm does not answer.
+    """
     match at_work(run):
         case None:
             return _nobody(run)
@@ -71,6 +78,8 @@ def cancel(run: RunDir) -> str:
             said = f"job {job.number} is cancelled"
             later = "" if job.waiting else ", or from one that its ranks still save"
         case owner:
+            if not owner.is_here:
+                raise LaunchError(f"{_elsewhere(run, owner)}, or scancel {owner.job}")
             _refuse_stranger(run, owner)
             _end(run, owner)
             said, later = f"{owner} is ended", ""
@@ -104,17 +113,15 @@ def await_end(run: RunDir, *, seconds: float) -> str:
 
 
 def at_work(run: RunDir) -> Owner | ActiveJob | None:
-    """Return the process on this machine or the Slurm job that is at work on the run; None for neither.
+    """Return the process or the Slurm job that is at work on the run; None for neither.
 
-    Raises LaunchError for a process on another machine, or if Slurm does not answer.
+    Raises LaunchError for a process on another machine that ``stop`` cannot ask, or if Slurm does not answer.
     """
     owner = owner_at_work(run)
-    if owner and owner.is_here:
+    if owner and (owner.is_here or owner.listens):
         return owner
     if owner and owner.pid:
-        raise LaunchError(
-            f"{run.path} is at work elsewhere, in {owner}: log in to {owner.host} and type the same there"
-        )
+        raise LaunchError(_elsewhere(run, owner))
     components = job_states(run, seconds=ANSWER_SECONDS)
     if components and components[0]["state"] == NO_ANSWER and (owner or not run.finished):
         raise LaunchError(
@@ -124,14 +131,19 @@ def at_work(run: RunDir) -> Owner | ActiveJob | None:
     return active(components)
 
 
+def _elsewhere(run: RunDir, owner: Owner) -> str:
+    where = f"{run.path} is at work elsewhere, in {owner}"
+    return f"{where}: log in to {owner.host} and type the same there"
+
+
 def _nobody(run: RunDir) -> str:
     done = "it is finished" if run.finished else f"to resume it: {_again(run)}{_staying(run)}"
     return f"nobody is at work on {run.path}; {done}"
 
 
 def _stop_job(run: RunDir, job: ActiveJob) -> str:
-    # The file is written first, so that a job that starts during the next lines finds it.
-    write_atomic(run.path / "slurm/stop", f"{job.number}\n")
+    # The request is written first, so that a job that starts during the next lines finds it.
+    ask_job_to_end(run.path, job.number)
     jobs = _of_chain(run, job)
     if job.waiting:
         ask("scancel", "--state=PENDING", *jobs)
@@ -140,7 +152,7 @@ def _stop_job(run: RunDir, job: ActiveJob) -> str:
     if jobs[1:]:
         ask("scancel", *jobs[1:])
     then = f"to resume then: {_again(run)}{_staying(run)}"
-    if job.state == "COMPLETING":  # Slurm sends it no more signals; if requeued, it reads the file
+    if job.state == "COMPLETING":  # Slurm sends it no more signals; if requeued, it reads the request
         return f"job {job.number} is ending already, and will not train again; {then}"
     ask("scancel", "--batch", "--signal=USR1", job.number)
     return f"job {job.number} is asked to checkpoint and end, not to requeue; {then}"

@@ -72,7 +72,8 @@ class Owner:
     how often the job was requeued; empty outside Slurm. since: when it became the owner, unix seconds.
     elastic: whether it is an elastic searcher, of which several may run in one job. holds: whether the
     process keeps the run's folder open, as all versions after 0.3.0 do. ready: whether an elastic searcher's
-    engine has loaded weights.
+    engine has loaded weights. listens: whether it is a ``tba run`` in a Slurm job, which reads requests to
+    stop from a file (``run.stop_request``).
     """
 
     host: str = ""
@@ -85,6 +86,7 @@ class Owner:
     elastic: bool = False
     holds: bool = False
     ready: bool = False
+    listens: bool = False
 
     @classmethod
     def this(cls, pid: int, *, elastic: bool = False) -> Owner:
@@ -164,13 +166,16 @@ def claim_for_job(run: RunDir) -> None:
 
 
 @contextmanager
-def owned(run: RunDir, name: str = LAUNCH) -> Iterator[None]:
+def owned(run: RunDir, name: str = LAUNCH, *, listens: bool = False) -> Iterator[None]:
     """Own ``name`` while the block runs; the owner of LAUNCH owns the run. Raises OwnedError if it is taken.
 
     For all names but LAUNCH, first waits for an earlier owner, which may be about to end or be dead. If
-    another process takes over while this one is frozen, this one ends with Exit.FAILED.
+    another process takes over while this one is frozen, this one ends with Exit.FAILED. listens: whether this
+    process, if it is in a Slurm job, reads requests to stop; see ``Owner``.
     """
-    lease = Lease(_claim(run, name, Owner.this(os.getpid()), wait=name != LAUNCH))
+    me = Owner.this(os.getpid())
+    me = replace(me, listens=listens and bool(me.job))
+    lease = Lease(_claim(run, name, me, wait=name != LAUNCH))
     try:
         yield
     finally:

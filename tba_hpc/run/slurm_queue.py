@@ -9,9 +9,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import this_job
 
 QUEUED = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
 """States of a job that waits for nodes, for the first time or after a requeue."""
@@ -97,6 +99,18 @@ def job_fields(job: str) -> dict[str, str]:
     """
     shown = _run(("scontrol", "--oneliner", "show", "job", job), ANSWER_SECONDS)
     return fields(shown.stdout.partition("\n")[0])
+
+
+def job_end() -> float:
+    """Return when this process's Slurm job will end, in unix seconds.
+
+    Infinity outside Slurm, for a job without a time limit, or if Slurm does not answer.
+    """
+    try:
+        end = job_fields(this_job()).get("EndTime", "") if this_job() else ""
+        return datetime.fromisoformat(end).timestamp()
+    except (SlurmError, ValueError):  # Slurm may also say Unknown
+        return float(os.environ.get("SLURM_JOB_END_TIME", "inf"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,15 +20,20 @@ import pytest
 from known_models import make_empty_model
 from slurm_testbed.cluster import Cluster
 from typed import tba
+from waiting import until
 
 from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import LaunchError, slurm, stop
 from tba_hpc.launch.plan import Plan, Site, plan, searchers_of_a_node
 from tba_hpc.launch.sbatch import Job, batch_script, elastic_script
+from tba_hpc.report.audit import audit
+from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.events import log_event
+from tba_hpc.run.events import log_event, read_events
+from tba_hpc.run.history import History
 from tests.slurm.test_submit import (
     HELLO,
+    REPOSITORY,
     _config,
     _events,
     _finished,
@@ -275,6 +282,43 @@ def _command(pid: int) -> list[str]:
         return psutil.Process(pid).cmdline()
     except psutil.Error:  # gone by now
         return []
+
+
+@pytest.mark.nightly
+def test_a_batch_script_of_ones_own_goes_on_after_its_time_limit_and_ends_if_asked(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The script that docs/slurm.md shows, in whose minute a trainer has time for some dozen steps."""
+    page = (REPOSITORY / "docs/slurm.md").read_text()
+    shown = page.partition("## A batch script of your own\n")[2].partition("\n\n")[0]
+    settings = [f"run.root={tmp_path}", "train.steps=10000", "model.path=lab.tabular:Slow"]
+    edits = {
+        "--time=12:00:00": f"--time=0:01:00 --mem=0 --output={tmp_path}/log",
+        ".venv/bin/activate": f"{Path(sys.executable).parent}/activate",
+        "configs/math_gsm8k_one_gpu.yaml": " --set ".join(["tools/tabular.yaml", *settings]),
+    }
+    script = textwrap.dedent(shown)
+    for old, new in edits.items():
+        assert old in script
+        script = script.replace(old, new)
+    around = {**cluster.environment, "PYTHONPATH": str(REPOSITORY / "tools")}
+    done = subprocess.run(
+        ["sbatch", "--parsable"], input=script, cwd=REPOSITORY, env=around, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    run, log = RunDir(tmp_path / "tabular-seed0"), tmp_path / "log"
+
+    def started_again() -> bool:
+        return [event["restarts"] for event in read_events(run) if event["event"] == "start"] == [0, 1]
+
+    until(started_again, "the second start", 240)
+    assert [event["event"] for event in read_events(run)] == ["start", "stopped", "start"], log.read_text()
+    until(lambda: History.read(run).starts == 2, "the second loop")
+    assert f"of Slurm job {done.stdout.strip()}" in stop.stop(run)
+    stop.await_end(run, seconds=120)
+    assert cluster.wait(int(done.stdout)) == "COMPLETED", log.read_text()
+    assert "CANCELLED" not in log.read_text() and latest_checkpoint(run)
+    assert not audit(run).violations
 
 
 def test_seeds_become_a_job_each_after_another_run(
