@@ -397,9 +397,11 @@ def test_advice_never_shrinks_a_cache_that_is_too_small() -> None:
 
 def test_ranks_that_share_gpus_are_given_gpus_not_more_ranks() -> None:
     config = _qwen7b("train.tokens_per_micro_batch=3072", OFFLOAD)
-    more, trainer, _ = advice(config, estimate(config, GPUS["a100-40"], gpus=1))
+    more, trainer, _ = advice(config, estimate(config, GPUS["a100-80"], gpus=1))
     assert more == "with --gpus 8 each rank would have a GPU of its own", "four trainers and four searchers"
     assert trainer == "a trainer takes less with model.lora"
+    too_small = advice(config, estimate(config, GPUS["a100-40"], gpus=1))
+    assert [sentence[:10] for sentence in too_small] == ["a trainer ", "a searcher"], "44 GiB by itself"
     alone = _qwen7b("launch.trainers=1", "train.zero_stage=2")
     assert "launch.trainers" not in " ".join(advice(alone, estimate(alone, GPUS["a100-40"], gpus=2)))
 
@@ -427,6 +429,8 @@ def test_the_command_prints_all_and_its_status() -> None:
     assert {device["holds"]: device["count"] for device in values["devices"]} == {"trainer": 1, "searcher": 3}
     named = tba("plan", "math_qwen7b", "--set", "launch.trainers=1")
     assert named.returncode == 1 and "does not fit: h100-80 with trainer" in named.stdout
+    assert "assumed: GPUs of the kind h100-80 (--gpu), a mean of" in named.stdout
+    assert "of the kind" not in tba("plan", "math_gsm8k", "--gpu", "h100-80").stdout
     assert f"a trainer takes less with {MORE_TRAINERS}, " in " ".join(named.stdout.split())
     assert "a searcher takes less" not in named.stdout
 

@@ -176,6 +176,10 @@ def test_script_in_a_job_takes_what_the_job_has(tmp_path: Path, monkeypatch: pyt
     (code,) = (tmp_path / "quickstart-seed0/code").glob("*/tba_hpc")
     assert f"source {quote(f'{code}/launch/job_supervisor.sh')}" in text
     assert script(submission, make=True) == text, "after a requeue"
+    with monkeypatch.context() as salloc:
+        salloc.delenv("SLURM_CPUS_ON_NODE")
+        with pytest.raises(ConfigError, match=r"^this shell is not on a node of its job: submit the script"):
+            script(submission, make=True)
     with monkeypatch.context() as there:
         there.chdir(tmp_path)
         there.setenv("SLURM_JOB_PARTITION", "gpu")

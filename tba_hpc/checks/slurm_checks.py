@@ -114,7 +114,7 @@ def check_het_jobs(facts: Facts) -> Iterator[Finding]:
         found = f"SchedulerParameters has {switch[0]}, so that no srun spans two components"
         yield problem("het jobs", found, remedy)
     else:
-        yield ok("het jobs", "started by backfill")
+        yield ok("het jobs", "this cluster starts them (jobs with two kinds of nodes)")
 
 
 def check_requeue(facts: Facts) -> Iterator[Finding]:

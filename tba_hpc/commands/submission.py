@@ -122,11 +122,15 @@ def _of_this_job(site: Site) -> dict[str, object]:
     """Return values of site keys that follow from the Slurm job in which this process runs.
 
     They are this node's numbers of GPUs and CPUs, and a false ``hetjob``. A site's ``gpus_per_node: 0``
-    stays, so that no rank gets a GPU.
+    stays, so that no rank gets a GPU. Raises ConfigError in a shell of ``salloc``, which is on no node.
     """
-    gpus, cpus = (os.environ.get(name, "0") for name in ("SLURM_GPUS_ON_NODE", "SLURM_CPUS_ON_NODE"))
+    if (cpus := os.environ.get("SLURM_CPUS_ON_NODE")) is None:
+        raise ConfigError(
+            "this shell is not on a node of its job: submit the script with sbatch, or type srun --pty bash "
+            "first"
+        )
     return {
-        "gpus_per_node": int(gpus) if site.gpus_per_node else 0,
+        "gpus_per_node": int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) if site.gpus_per_node else 0,
         "cpus_per_node": int(cpus),
         "hetjob": False,
     }

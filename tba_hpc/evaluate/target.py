@@ -5,7 +5,6 @@ Loads no model. If a model is evaluated without a config, the model's config.jso
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from tba_hpc.checks.facts import Facts, refuse
 from tba_hpc.config import Config, ConfigError, RunSection, is_local, load_config, parse_config
 from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import run_command
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,9 @@ def _run(name: str, overrides: list[str], *, named: Path | str | None) -> Config
     if named:
         raise ConfigError(f"{name} is a run, which has a config of its own: leave out {named}")
     if not (run.export / "config.json").is_file():
-        raise ConfigError(
-            f"{name} has no model yet; {run.export} is written when the run is finished: go on with "
-            f"{shlex.join(['tba', 'run', name])}"
-        )
+        remedy = f"go on with {run_command(run)}, unless it is at work"
+        found = f"{name} has no model yet; {run.export} is written when the run is finished"
+        raise ConfigError(f"{found}: {remedy}")
     modules.use(run.modules)
     return load_config(run.config_file, overrides)
 

@@ -73,9 +73,10 @@ def plan_run(
         config = parse_config(config.model_dump(mode="json", exclude_unset=True), split.overrides)
     asked = config.launch.trainers + config.launch.searchers * config.generator.tensor_parallel
     spread = cluster is not None and asked > cluster.gpus_per_node
+    kind = find_gpu(gpu) if gpu else _gpu_of(cluster)
     found = estimate(
         config,
-        find_gpu(gpu) if gpu else _gpu_of(cluster),
+        kind or GPUS[DEFAULT_GPU],
         gpus=cluster.gpus_per_node if cluster else gpus,
         spread=spread,
         prompt_tokens=prompt_tokens,
@@ -84,15 +85,15 @@ def plan_run(
         print(json.dumps(as_values(config, found, remarks), indent=2))
         return not found.problems
     console = Terminal()
-    for part in (*_head(config, found), _table(found), *_verdict(config, found, remarks)):
+    for part in (*_head(config, found, guessed=not kind), _table(found), *_verdict(config, found, remarks)):
         console.print(Text(part) if isinstance(part, str) else part)
     return not found.problems
 
 
-def _gpu_of(site: Site | None) -> Gpu:
-    """Return the GPU that the site's gpu_request names, the largest if several match, else DEFAULT_GPU."""
+def _gpu_of(site: Site | None) -> Gpu | None:
+    """Return the GPU that the site's gpu_request names, or the largest that matches; None without one."""
     named = gpus_named(site.gpu_request or "") if site else []
-    return max(named, key=lambda gpu: gpu.memory, default=GPUS[DEFAULT_GPU])
+    return max(named, key=lambda gpu: gpu.memory, default=None)
 
 
 def as_values(config: Config, found: Estimate, remarks: Sequence[str] = ()) -> dict[str, Any]:
@@ -107,16 +108,17 @@ def as_values(config: Config, found: Estimate, remarks: Sequence[str] = ()) -> d
     }
 
 
-def _head(config: Config, found: Estimate) -> Iterator[str]:
+def _head(config: Config, found: Estimate, *, guessed: bool) -> Iterator[str]:
     adapter = f" and an adapter of {found.adapter / 1e6:.4g} M, which is trained" if found.adapter else ""
     ranks = f"{count(config.launch.trainers, 'trainer')}, {count(config.launch.searchers, 'searcher')}"
     yield (
         f"{config.model.path}: {found.parameters / 1e9:.4g} G weights in {config.model.dtype}{adapter}; "
         f"{ranks} on {count(found.nodes, 'node')} with {found.gpus_per_node} {found.gpu}"
     )
+    assumed = f"GPUs of the kind {DEFAULT_GPU} (--gpu), " if guessed else ""
     yield (
-        f"assumed: a mean of {found.prompt_tokens:g} tokens per prompt (--prompt-tokens), and completions of "
-        f"{config.generator.max_tokens} tokens (generator.max_tokens)"
+        f"assumed: {assumed}a mean of {found.prompt_tokens:g} tokens per prompt (--prompt-tokens), and "
+        f"completions of {config.generator.max_tokens} tokens (generator.max_tokens)"
     )
     yield (
         f"at most {found.micro_batch_tokens:,.0f} tokens in a micro-batch; an engine's KV cache holds "

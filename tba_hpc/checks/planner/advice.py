@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from tba_hpc.checks.planner.estimate import SEARCHER, TRAINER, Estimate
+from tba_hpc.checks.planner.estimate import SEARCHER, TRAINER, Estimate, usable
+from tba_hpc.checks.planner.hardware import GPUS
 from tba_hpc.config import Config
 
 OFFLOAD = "train.deepspeed.zero_optimization.offload_optimizer.device=cpu"
@@ -24,10 +25,12 @@ Choices = Iterable[tuple[object, str]]
 def advice(config: Config, found: Estimate) -> Iterator[str]:
     """Yield a sentence of suggestions for each of these that lacks memory: trainers, searchers, a KV cache.
 
-    If ranks that lack memory share GPUs, the first sentence says how many GPUs would give each rank its own.
+    If ranks that lack memory share GPUs, and would fit into a GPU each, the first sentence says how many GPUs
+    that takes.
     """
     short = {rank for device in found.devices if device.lacks == "memory" for rank in device.ranks}
-    if short and _share_gpus(found):
+    fit_alone = all(sum(found.items[rank].values()) <= usable(GPUS[found.gpu]) for rank in short)
+    if short and fit_alone and _share_gpus(found):
         most = sum(device.count * len(device.ranks) for device in found.devices)
         yield f"with --gpus {most} each rank would have a GPU of its own"
     if TRAINER in short:

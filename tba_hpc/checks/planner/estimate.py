@@ -138,8 +138,13 @@ def _named(ranks: Sequence[str]) -> str:
     return " + ".join(who if number == 1 else f"{number} × {who}" for who, number in Counter(ranks).items())
 
 
+def usable(gpu: Gpu) -> float:
+    """Return the bytes of a GPU's memory that ranks may fill."""
+    return (1 - MARGIN) * gpu.bytes
+
+
 def _device(ranks: tuple[str, ...], number: int, items: dict[str, Items], gpu: Gpu, work: Workload) -> Device:
-    used, room = sum(sum(items[rank].values()) for rank in ranks), (1 - MARGIN) * gpu.bytes
+    used, room = sum(sum(items[rank].values()) for rank in ranks), usable(gpu)
     lacks: Lack = ""
     problem = ""
     if used > room:
