@@ -9,6 +9,7 @@ import pytest
 import torch
 from known_models import cache_shapes
 
+from tba_hpc.checks import lists
 from tba_hpc.checks.config_checks import check_rate
 from tba_hpc.checks.facts import Facts
 from tba_hpc.checks.planner import as_values
@@ -65,13 +66,17 @@ def test_a_run_is_held_against_settings_tuned_for_its_model_or_task(
     assert bool(beyond("math_gsm8k", *overrides)) is says
 
 
-def test_planner_and_doctor_say_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planner_says_it_and_every_command_before_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HOME", cache_shapes(tmp_path)["HF_HOME"])
     config = load_config(Path("math_gsm8k"), ["exchange.max_staleness=12"])
     (note,) = json.loads(json.dumps(as_values(config, estimate(config, GPUS["h100-80"]))))["notes"]
     (finding,) = check_rate(Facts(config=config))
     assert finding.level == "warning" and finding.sentence == note
     assert note.startswith("train.learning_rate.peak=1e-05 with data that may be 12 steps old")
+    for checks in (lists.DOCTOR, lists.RUN, lists.START, lists.SUBMIT):
+        assert check_rate in checks
 
 
 def test_a_step_of_the_rate_in_print_moves_few_weights_of_bfloat16() -> None:

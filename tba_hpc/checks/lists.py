@@ -32,6 +32,7 @@ RUN = (
     machine.check_ports,
     machine.check_packages,
     gpus.check_dtype,
+    config_checks.check_rate,
     config_checks.check_unused,
     config_checks.check_task,
 )
