@@ -169,9 +169,8 @@ def run(
         with though_output_is_lost():
             _show_results(run_dir, anew=False, as_json=as_json)
         return
-    with owned(
-        run_dir, listens=True
-    ):  # until the results are written, so that tba stop --wait waits for them
+    # Owned until the results are written, so that tba stop --wait waits for them.
+    with owned(run_dir, listens=True):
         with though_output_is_lost():
             typer.echo("".join(f"{sentence}\n" for sentence in said), nl=False, err=as_json)
         modules.keep(create_run(resolved), resolved, modules.folder_of(config))

@@ -57,10 +57,11 @@ def stop(run: RunDir) -> str:
         case ActiveJob() as job:
             return _stop_job(run, job)
         case owner:
-            if owner.job:
-                ask_job_to_end(run.path, owner.job)
             if owner.is_here:
                 _refuse_stranger(run, owner)
+            if owner.listens:
+                ask_job_to_end(run.path, owner.job)
+            if owner.is_here:
                 _signal(owner, signal.SIGUSR1)
             return f"{owner} is asked to checkpoint and end; to resume then: {_again(run)}{_staying(run)}"
 
