@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pwd
 import re
@@ -23,6 +24,7 @@ from tba_hpc.launch import LaunchError, local, mpi_library
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
 from tba_hpc.run.notes import Exit, refusal
+from tba_hpc.run.slurm_queue import job_end
 
 PLAYER = """
 import os, signal, sys, time
@@ -78,8 +80,10 @@ if mode == "sentence" and verb == "search":
     raise RuntimeError("nobody wants to see this")
 if verb == "train" and mode in ("finish", "wait", "stubborn", "deaf", "saving"):
     (run / "logs" / os.environ["TBA_ATTEMPT"] / "at-work").touch()
+if mode == "steps" and verb == "train":
+    (run / "metrics/trainer.jsonl").write_text('{"step": 1}\\n')
 end = time.monotonic() + 60
-while mode != "finish" and not hits and time.monotonic() < end:
+while mode not in ("finish", "steps") and not hits and time.monotonic() < end:
     time.sleep(0.02)
 time.sleep(0.3)  # a second signal would come now
 if verb == "train":
@@ -91,9 +95,9 @@ if mode == "stubborn":
 """
 """A rank that behaves as its mode says.
 
-``finish`` ends at once, ``wait`` after SIGUSR1, ``stubborn`` never; ``early`` takes no signals yet, with
-``saving`` only the trainer does, and ``deaf`` has missed the first. With ``mortal`` the searchers die once
-the trainer has taken a step, which is a new one in the first two attempts. The others fail.
+``finish`` ends at once, ``steps`` after a step, ``wait`` after SIGUSR1, ``stubborn`` never; ``early`` takes
+no signals yet, with ``saving`` only the trainer does, and ``deaf`` has missed the first. With ``mortal`` the
+searchers die once the trainer has taken a step, which is a new one in the first two attempts. Others fail.
 """
 
 LAUNCHER = """
@@ -251,7 +255,7 @@ def test_shared_memory_that_fills_up_is_told_where_ranks_start_again(
 ) -> None:
     run = RunDir.create(config_of(tmp_path))
 
-    def attempt(*_: object) -> int:
+    def attempt(*_: object, **__: object) -> int:
         run.metrics_file("trainer").write_text('{"step": 1}\n')
         monkeypatch.setattr(local, "RANK_MEMORY", 1 << 60)
         return Exit.FAILED
@@ -297,26 +301,44 @@ def test_every_rank_is_asked_to_stop_exactly_once(
     assert launched.events() == ["start", "signal", "stopped"]
 
 
+SHOWN = "echo JobId=6 JobState=RUNNING EndTime=2030-01-01T00:00:00; echo JobId=7 JobState={} EndTime={}"
+
+
 @pytest.mark.parametrize(
-    ("job", "says", "end"),
+    ("mode", "says", "end", "status"),
     [
-        ("", "exit 1", "inf"),
-        ("7", "echo JobId=7 EndTime=2030-01-02T03:04:05 Deadline=N/A", "1893553445.0"),
-        ("7", "echo JobId=7 EndTime=Unknown", "inf"),
-        ("7", "exit 1", "1893553400"),
+        ("steps", SHOWN.format("RUNNING", "2090-01-02T03:04:05"), "3787009445", Exit.UNFINISHED),
+        ("finish", SHOWN.format("RUNNING", "2090-01-02T03:04:05"), "3787009445", Exit.NO_PROGRESS),
+        ("steps", SHOWN.format("RUNNING", "Unknown"), "inf", 0),
+        ("steps", SHOWN.format("RUNNING", "2020-01-02T03:04:05"), "inf", 0),
+        ("steps", SHOWN.format("COMPLETED", "2090-01-02T03:04:05"), "inf", 0),
     ],
 )
-def test_ranks_learn_when_their_job_ends_and_who_stops_by_themselves_go_on(
-    tmp_path: Path, job: str, says: str, end: str
+def test_ranks_learn_when_their_job_ends_and_who_stops_in_time_is_unfinished(
+    tmp_path: Path, mode: str, says: str, end: str, status: int
 ) -> None:
-    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{says}")
+    """By another time zone than this machine's, and beside another task of an array."""
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n[ $TZ = UTC ] || exit 1\n{says}")
     (tmp_path / "scontrol").chmod(0o755)
-    around = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TZ": "UTC", "SLURM_JOB_ID": job}
-    if says == "exit 1" and job:
-        around["SLURM_JOB_END_TIME"] = end
-    launched = Launched(tmp_path, "finish", "files", **around)
-    assert launched.end()[0] == (0 if end == "inf" else Exit.UNFINISHED)
+    around = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TZ": "Europe/Berlin", "SLURM_JOB_ID": "7"}
+    launched = Launched(tmp_path, mode, "files", **around)
+    code, out, _ = launched.end()
+    assert code == status
+    assert ("no step was taken before the job's end at 04:04" in out) == (status == Exit.NO_PROGRESS)
+    assert ("stopped in time for the job's end at 04:04" in out) == (status == Exit.UNFINISHED)
     assert float((launched.run.path / "job-end").read_text()) == float(end)
+
+
+def test_where_slurm_cannot_be_asked_the_environment_may_tell_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "3787009445")
+    assert job_end() == math.inf, "in no job"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert job_end() == 3_787_009_445
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "")
+    assert job_end() == math.inf
 
 
 @pytest.mark.parametrize(
@@ -327,7 +349,7 @@ def test_a_rank_lost_on_the_way_out_is_no_reason_against_going_on(
 ) -> None:
     run = RunDir.create(config_of(tmp_path, "files"))
 
-    def attempt(*words: object) -> int:
+    def attempt(*words: object, **_: object) -> int:
         (asked,) = (word for word in words if isinstance(word, local.Signals))
         asked.stop = asked.preempted = True
         return code

@@ -194,14 +194,16 @@ def test_another_objective_learns_from_the_same_first_batch(tmp_path: Path) -> N
 
 
 OWN_CODE = {
-    "recorded/own_rewards.py": "def right(completion): return 1.0",
+    "recorded/own_rewards.py": "import own_helper\ndef right(completion): return 1.0",
+    "recorded/own_helper.py": "",
+    "recorded/own_loss.py": "def loss(groups, beta): return -1 * groups.logprob_BK",
     "here/own_rewards.py": "def right(completion): return 2.0",
-    "here/own_loss.py": "from own_part import weighed\ndef loss(groups, beta): return weighed(groups)",
-    "here/own_part.py": "def weighed(groups): return -groups.logprob_BK * groups.reward_BK",
+    "here/own_loss.py": "from own_part import times\ndef loss(group, beta): return times * group.logprob_BK",
+    "here/own_part.py": "times = -9",
 }
 
 
-def test_a_replay_keeps_the_recorded_code_and_a_new_loss_of_the_working_directory(
+def test_a_replay_keeps_the_recorded_rewards_and_the_loss_of_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -210,22 +212,46 @@ def test_a_replay_keeps_the_recorded_code_and_a_new_loss_of_the_working_director
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
-    shutil.copytree(tmp_path / "recorded", source.modules)
-    settings = ["model.path=lab.tabular:Tabular", "run.name=own", "train.objective=own_loss:loss"]
+    settings = ["model.path=lab.tabular:Tabular", "train.objective=own_loss:loss"]
     with pytest.raises(ConfigError, match=r"^train.objective=own_loss:loss cannot be imported"):
-        replay(source.path, settings, delay=1)
+        replay(source.path, [*settings, "run.name=own"], delay=1)
+    shutil.copytree(tmp_path / "recorded", source.modules)
+
+    def replayed(name: str, *overrides: str) -> tuple[float, set[str]]:
+        """Its first loss, and whose code it has kept."""
+        for module in ("own_loss", "own_part", "own_rewards"):
+            sys.modules.pop(module, None)
+        run, _ = replay(
+            Path("../here/../runs") / source.path.name, [*settings, f"run.name={name}", *overrides]
+        )
+        sys.path.remove(str(run.modules))
+        assert run.finished and run.path == tmp_path / f"runs/{name}-seed0"
+        texts = {file.name: file.read_text() for file in run.modules.glob("*.py")}
+        return first(run, "train/loss"), {
+            name for name, text in OWN_CODE.items() if texts.get(Path(name).name) == text
+        }
+
+    of_rewards = {"recorded/own_rewards.py", "recorded/own_helper.py"}
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    recorded, kept = replayed("recorded")
+    assert kept == {*of_rewards, "recorded/own_loss.py"}
     monkeypatch.chdir(tmp_path / "here")
-    run, _ = replay(Path("../here/../runs") / source.path.name, settings)
-    assert run.finished and run.path == tmp_path / "runs/own-seed0"
-    kept = {file.name: file.read_text() for file in run.modules.glob("*.py")}
-    expected = {name: text for name, text in OWN_CODE.items() if name != "here/own_rewards.py"}
-    assert kept == {Path(name).name: text for name, text in expected.items()}
-    monkeypatch.chdir("/")
-    longer = f"train.steps={len(steps_of(run)) + 2}"
-    assert replay(source.path, [*settings, longer])[0].finished
-    assert {file.name: file.read_text() for file in run.modules.glob("*.py")} == kept
+    mine, kept = replayed("own")
+    assert mine == pytest.approx(9 * recorded)
+    assert kept == {*of_rewards, "here/own_loss.py", "here/own_part.py"}
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    steps = len(steps_of(RunDir(tmp_path / "runs/own-seed0")))
+    assert replayed("own", f"train.steps={steps + 2}") == (mine, kept), "its own copy, not the recorded one"
     with pytest.raises(ConfigError, match=r'own-seed0 holds .*"delay": 0.* cannot go on as .*"delay": 1'):
-        replay(source.path, settings, delay=1)
+        replay(source.path, [*settings, "run.name=own"], delay=1)
+    monkeypatch.chdir(tmp_path / "here")
+    Path("own_helper.py").write_text("times = -9")
+    Path("own_loss.py").write_text(OWN_CODE["here/own_loss.py"].replace("own_part", "own_helper"))
+    with pytest.raises(
+        ConfigError, match=r"^own_helper.py, which own_loss:loss needs, is not what the rewards"
+    ):
+        replay(source.path, [*settings, "run.name=unlike"])
 
 
 def test_shards_come_later_or_all_at_once(tmp_path: Path) -> None:

@@ -107,18 +107,29 @@ def test_stop_lets_a_run_here_checkpoint_and_end(run: RunDir, launched: list[Lau
 def test_a_run_in_a_job_is_stopped_for_good_from_any_machine(
     run: RunDir, launched: list[Launched], monkeypatch: pytest.MonkeyPatch, here: bool
 ) -> None:
-    """A signal alone would be that of Slurm, after which the job's script queues it again."""
+    """A signal would be Slurm's, after which its script queues it again. A second request does no harm."""
     with monkeypatch.context() as inside:
         inside.setenv("SLURM_JOB_ID", "46")
         launched.append(up(run, "wait"))
     if not here:
         monkeypatch.setattr(owners, "_machine", lambda: "another")
-        with pytest.raises(LaunchError, match=r"log in to .* and type the same there, or scancel 46$"):
+        with pytest.raises(LaunchError, match=r"log in to .* and type the same there$"):
             stop.cancel(run)
-    assert f"process {launched[0].process.pid} on " in stop.stop(run)
+    for _ in range(2):
+        assert f"process {launched[0].process.pid} on " in stop.stop(run)
     assert launched[0].process.wait(30) == 0
     assert events(run) == ["start", "signal", "stopped"] and run.summary.exists()
-    assert not (run.path / "slurm/stop").exists()
+    assert not list(run.owners.glob("stop.*"))
+
+
+def test_a_request_that_came_too_late_stops_no_later_start(run: RunDir, launched: list[Launched]) -> None:
+    (run.owners).mkdir()
+    (run.owners / "stop.000001").touch()
+    with owners.owned(run):
+        assert owners.is_asked_to_end(run)
+    (run.owners / "stop.000001").touch()
+    with owners.owned(run):
+        assert not owners.is_asked_to_end(run)
 
 
 def test_a_deadline_names_who_has_not_ended(run: RunDir, launched: list[Launched]) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tba_hpc import runtime
-from tba_hpc.config import Config, ConfigError, differences, parse_config, value_text
+from tba_hpc.config import Config, ConfigError, TrainSection, differences, parse_config, value_text
 from tba_hpc.core.ports import Learner
 from tba_hpc.core.prompts import Progress
 from tba_hpc.core.schedules import decay_end
@@ -45,8 +47,8 @@ def replay(
 ) -> tuple[RunDir, Config]:
     """Train on the shards of the run at ``path``, with its config and ``overrides``, as a run of its own.
 
-    The replay is a run directory beside the recorded one, and another call resumes it. It keeps a copy of the
-    recorded run's code, and of a new loss of the user's from the working directory.
+    The replay is a run directory beside the recorded one, and another call resumes it. See ``_keep_code`` for
+    the user's own code.
 
     Each shard arrives ``delay`` steps after the step at which it arrived in the recorded run. at_once: all
     shards arrive before the first step. partial: whether to replay what is left if shards have been deleted.
@@ -59,25 +61,53 @@ def replay(
     recording, read = read_recorded(source, recorded, config, partial=partial)
     recording = recording.at_once() if at_once else recording.delayed(delay)
     run = RunDir.check(config)
-    note = json.dumps({"of": str(source.path.resolve()), "delay": delay, "at_once": at_once})
+    note = {"of": str(source.path.resolve()), "delay": delay, "at_once": at_once}
     _refuse_another(run, note)
     if is_done(run, config):
         return run, config
     with owned(run):
         create_run(config)
-        modules.keep(run, config, source.modules, Path.cwd(), run.modules)
-        write_atomic(run.path / NOTE, note)
+        _keep_code(run, config, source)
+        write_atomic(run.path / NOTE, json.dumps(note))
         run.begin_attempt()
         with tracked(run, config):
             train_on(run, config, recording, read)
     return run, config
 
 
-def _refuse_another(run: RunDir, note: str) -> None:
-    """Raise ConfigError if the run directory holds results of anything but a replay with this note."""
-    known = (run.path / NOTE).read_text() if (run.path / NOTE).exists() else "no replay"
-    if known != note and not run.came_to_nothing:
-        raise ConfigError(f"{run.path} holds {known}, so it cannot go on as {note}: choose another run.name")
+def _refuse_another(run: RunDir, wanted: Mapping[str, object]) -> None:
+    """Raise ConfigError if the run directory holds results of anything but the replay with this note."""
+    known = json.loads((run.path / NOTE).read_text()) if (run.path / NOTE).exists() else {}
+    same = known and {**known, "of": str(Path(known["of"]).resolve())} == wanted
+    if not (same or run.came_to_nothing):
+        found = f"the replay {json.dumps(known)}" if known else "no replay"
+        raise ConfigError(
+            f"{run.path} holds {found}, so it cannot go on as {json.dumps(wanted)}: choose another run.name"
+        )
+
+
+def _keep_code(run: RunDir, config: Config, source: RunDir) -> None:
+    """Keep in the replay's directory what ``config`` needs of the user's code.
+
+    The code of rewards is the recorded run's. A loss and what it imports come from the working directory, or
+    else from an earlier start of this replay or from the recorded run. Raises ConfigError if rewards and loss
+    need different files of one name.
+    """
+    usual = config.train.model_copy(update={"objective": TrainSection().objective})
+    of_rewards, _ = modules.needed(config.model_copy(update={"train": usual}), source.modules)
+    places = (Path.cwd(), run.modules, source.modules)
+    found = ((place, files) for place in places if (files := modules.needed_by_loss(config, place)))
+    with TemporaryDirectory() as whole, TemporaryDirectory() as loss:
+        modules.copy(of_rewards, source.modules, Path(whole))
+        for place, files in list(found)[:1]:
+            modules.copy(files, place, Path(loss))
+        if unlike := modules.differing(Path(whole), Path(loss)):
+            raise ConfigError(
+                f"{', '.join(unlike)}, which {config.train.objective.name} needs, is not what the rewards of "
+                f"{source.path} need: give it another name"
+            )
+        shutil.copytree(loss, whole, dirs_exist_ok=True)
+        modules.keep(run, config, Path(whole))
 
 
 class Unhurried(Freshness):

@@ -43,10 +43,10 @@ from tba_hpc.run.listeners import deafen, is_connected, listeners
 from tba_hpc.run.memory import oom_kills
 from tba_hpc.run.metrics import MetricsTail, number
 from tba_hpc.run.notes import Exit, at_work, first_note, log_file, rank_name, refusal
+from tba_hpc.run.owners import is_asked_to_end
 from tba_hpc.run.signals import die_with, kill_session
 from tba_hpc.run.slurm_queue import job_end
 from tba_hpc.run.stacks import late_ranks
-from tba_hpc.run.stop_request import is_to_end
 
 RANKS_CHECK_SECONDS = 0.25
 """Pause between two checks of the processes and the metrics, in seconds."""
@@ -353,18 +353,26 @@ def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = Non
     }
 
 
-def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path, *, ranks: int) -> Ranks:
+def start_world(
+    commands: Mapping[str, Sequence[str]],
+    logs: Path,
+    memory: Path,
+    *,
+    ranks: int,
+    job_end: float = math.inf,
+) -> Ranks:
     """Start the processes of ``commands``. The caller must end them, by ``with`` or ``kill``.
 
     logs: folder of the attempt, which gets the output of each process. memory: folder for MPI's files. ranks:
-    number of ranks of the run.
+    number of ranks of the run. job_end: when this Slurm job ends, in unix seconds.
     """
-    environment = {**environment_of(memory), ATTEMPT: logs.name, "TBA_JOB_END": str(job_end())}
+    environment = {**environment_of(memory), ATTEMPT: logs.name, "TBA_JOB_END": str(job_end)}
     world = Ranks(ranks=ranks if MPIEXEC in commands else 0)
     for name, command in commands.items():
-        # The kernel sends this signal if the launcher dies. On SIGTERM mpiexec ends its ranks; on SIGKILL
-        # they would live on.
-        orphaned = signal.SIGTERM if name == MPIEXEC else signal.SIGKILL
+        # The kernel sends this signal if the launcher dies. On SIGINT mpiexec ends its ranks; on SIGKILL they
+        # would live on. On SIGTERM, too, so that is blocked: Slurm sends it to every process of a job, and
+        # mpiexec would then kill ranks that still save.
+        orphaned, blocked = (signal.SIGINT, {signal.SIGTERM}) if name == MPIEXEC else (signal.SIGKILL, set())
         with log_file(logs, name).open("ab") as output:
             process = subprocess.Popen(
                 command,
@@ -374,7 +382,7 @@ def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path,
                 env=environment,
                 umask=0o077,
                 start_new_session=True,
-                preexec_fn=functools.partial(die_with, os.getpid(), orphaned),
+                preexec_fn=functools.partial(die_with, os.getpid(), orphaned, blocked),
             )
         (world.searchers if name.startswith("searcher") else world.trainers).append(Child(name, process))
     return world
@@ -385,26 +393,18 @@ class Signals:
     """Requests of the user or Slurm.
 
     stop: whether to end the run at its next safe point. kill: whether to end it at once. preempted: whether
-    the last signal was SIGUSR1 or SIGTERM in a Slurm job, which is then preempted or out of time. for_good:
-    whether ``tba stop`` has asked the job to end, by a file.
+    the last signal was SIGUSR1 or SIGTERM in a Slurm job, which is then preempted or out of time.
     """
 
     stop: bool = False
     kill: bool = False
     preempted: bool = False
-    for_good: bool = False
 
     def take(self, number: int, _: FrameType | None) -> None:
         """Handle signal ``number``: the first signal asks to stop, and a later SIGINT asks to kill."""
         self.kill = self.kill or (self.stop and number == signal.SIGINT)
         self.preempted = "SLURM_JOB_ID" in os.environ and number in (signal.SIGUSR1, signal.SIGTERM)
         self.stop = True
-
-    def read(self, run: RunDir) -> None:
-        """Read a request of ``tba stop``; see ``run.stop_request``."""
-        with suppress(OSError):  # a file server that does not answer may answer later
-            self.for_good = self.for_good or is_to_end(run.path)
-        self.stop = self.stop or self.for_good
 
 
 @contextmanager
@@ -440,15 +440,16 @@ def launch(
             if config.one_world:
                 refuse_little_memory(config.launch.trainers + config.launch.searchers)
             news = _once_possible(run, config, asked, lambda: MetricsTail.from_now(metrics))
-            code = _attempt(run, config, processes, asked, console)
+            end = job_end()
+            code = _attempt(run, config, processes, asked, console, job_end=end)
             steps = (number(record, "step", -1) for record in news.records() if "event" not in record)
             reached = max(steps, default=-1)
-            asked.read(run)
-            in_time = code == Exit.DONE and not asked.stop and job_end() < math.inf  # before the job's end
-            goes_on = (asked.preempted or in_time) and not (run.finished or asked.for_good)
-            if goes_on and code != Exit.REFUSED:
+            unfinished = code != Exit.REFUSED and not (run.finished or _is_asked_to_end(run))
+            if unfinished and asked.preempted:
                 _say(console, f"stopped; to resume: {run_command(run)}")
                 return Exit.UNFINISHED
+            if unfinished and code == Exit.DONE and not asked.stop and end < math.inf:
+                return _out_of_time(run, console, end, progress=reached > before)
             if code in (Exit.DONE, Exit.REFUSED) or asked.stop:
                 return code
             if reached <= before:
@@ -457,17 +458,43 @@ def launch(
             _say(console, "restarting all ranks from the last checkpoint")
 
 
+def _out_of_time(run: RunDir, console: Console, end: float, *, progress: bool) -> int:
+    """Say that the trainer stopped before its job's end; return the exit status.
+
+    end: end of the job, unix seconds. progress: whether a step was taken.
+    """
+    when = time.strftime("%H:%M", time.localtime(end))
+    if progress:
+        _say(console, f"stopped in time for the job's end at {when}; to resume: {run_command(run)}")
+        return Exit.UNFINISHED
+    _say(console, f"no step was taken before the job's end at {when}: give the job more time")
+    return Exit.NO_PROGRESS
+
+
+def _is_asked_to_end(run: RunDir) -> bool:
+    """Return whether ``tba stop`` has asked this process to end; False if that cannot be found out."""
+    with suppress(OSError):
+        return is_asked_to_end(run)
+    return False
+
+
 def _attempt(
-    run: RunDir, config: Config, processes: Mapping[str, Sequence[str]], asked: Signals, console: Console
+    run: RunDir,
+    config: Config,
+    processes: Mapping[str, Sequence[str]],
+    asked: Signals,
+    console: Console,
+    *,
+    job_end: float,
 ) -> int:
-    """Start all ranks once and wait until they end; return the exit status."""
+    """Start all ranks once and wait until they end; return the exit status. job_end: see ``start_world``."""
     logs, before = _once_possible(run, config, asked, run.begin_attempt), _stamp(run.summary)
     trainers, searchers = config.launch.trainers, config.launch.searchers
     log_event(run, "start", attempt=logs.name, trainers=trainers, searchers=searchers)
     killed_before = oom_kills()
     with (
         private_memory() as memory,
-        start_world(processes, logs, memory, ranks=trainers + searchers) as world,
+        start_world(processes, logs, memory, ranks=trainers + searchers, job_end=job_end) as world,
         LaunchDisplay(run, console=console) as display,
     ):
         code = _watch(run, world, asked, display)
@@ -574,7 +601,7 @@ def _watch(run: RunDir, world: Ranks, asked: Signals, display: LiveDisplay) -> i
     while (code := world.poll()) is None:
         if time.monotonic() - read_at > ASK_AGAIN_SECONDS:
             read_at = time.monotonic()
-            asked.read(run)
+            asked.stop = asked.stop or _is_asked_to_end(run)
         if asked.kill:
             world.kill()
             return 128 + signal.SIGINT

@@ -1,7 +1,7 @@
 """Ends a run: ``tba stop`` after a checkpoint, ``tba cancel`` at once.
 
-The run may be a process on this machine, or a Slurm job, which is asked not to queue again
-(``run.stop_request``).
+The run may be a process on this machine or a Slurm job. For a job, ``stop`` writes the file
+``RUN/slurm/stop``, which tells the job's script to end rather than requeue (``supervise.py``).
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from tba_hpc.report.run_state import RunMonitor, run_state
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event, read_events, resume_command
-from tba_hpc.run.owners import Owner, holders, keeps_open, owner_at_work
+from tba_hpc.run.files import write_atomic
+from tba_hpc.run.owners import Owner, ask_to_end, holders, keeps_open, owner_at_work
 from tba_hpc.run.slurm_queue import (
     ANSWER_SECONDS,
     JOB_CHECK_SECONDS,
     NO_ANSWER,
+    QUEUED,
     ActiveJob,
     active,
     ask,
+    components,
     job_states,
     jobs_of,
     searchers_queued,
 )
-from tba_hpc.run.stop_request import ask_job_to_end
 
 LAUNCHER_END_SECONDS = 10.0
 """Seconds in which a launcher must kill its ranks and end. If it does not, it is killed."""
@@ -48,8 +50,8 @@ long, up to JOB_CHECK_SECONDS."""
 def stop(run: RunDir) -> str:
     """Ask the run to write a checkpoint at its next safe point and end; return a sentence on what was done.
 
-    Raises LaunchError if the run is a process on another machine that cannot be asked from here, or if Slurm
-    does not answer.
+    Raises LaunchError if the run is a process on another machine that does not listen, or if Slurm does not
+    answer.
     """
     match at_work(run):
         case None:
@@ -59,9 +61,9 @@ def stop(run: RunDir) -> str:
         case owner:
             if owner.is_here:
                 _refuse_stranger(run, owner)
-            if owner.listens:
-                ask_job_to_end(run.path, owner.job)
-            if owner.is_here:
+            if owner.listens:  # a signal would be Slurm's, after which a job may queue again
+                ask_to_end(run)
+            else:
                 _signal(owner, signal.SIGUSR1)
             return f"{owner} is asked to checkpoint and end; to resume then: {_again(run)}{_staying(run)}"
 
@@ -80,7 +82,7 @@ def cancel(run: RunDir) -> str:
             later = "" if job.waiting else ", or from one that its ranks still save"
         case owner:
             if not owner.is_here:
-                raise LaunchError(f"{_elsewhere(run, owner)}, or scancel {owner.job}")
+                raise LaunchError(_elsewhere(run, owner))
             _refuse_stranger(run, owner)
             _end(run, owner)
             said, later = f"{owner} is ended", ""
@@ -116,7 +118,7 @@ def await_end(run: RunDir, *, seconds: float) -> str:
 def at_work(run: RunDir) -> Owner | ActiveJob | None:
     """Return the process or the Slurm job that is at work on the run; None for neither.
 
-    Raises LaunchError for a process on another machine that ``stop`` cannot ask, or if Slurm does not answer.
+    Raises LaunchError for a process on another machine that does not listen, or if Slurm does not answer.
     """
     owner = owner_at_work(run)
     if owner and (owner.is_here or owner.listens):
@@ -138,13 +140,23 @@ def _elsewhere(run: RunDir, owner: Owner) -> str:
 
 
 def _nobody(run: RunDir) -> str:
-    done = "it is finished" if run.finished else f"to resume it: {_again(run)}{_staying(run)}"
-    return f"nobody is at work on {run.path}; {done}"
+    if run.finished:
+        return f"nobody is at work on {run.path}; it is finished"
+    if queued := _queued_again(run):
+        then = f"job {queued} is queued, and goes on unless you type scancel {queued}"
+        return f"nobody is at work on {run.path}; {then}"
+    return f"nobody is at work on {run.path}; to resume it: {_again(run)}{_staying(run)}"
+
+
+def _queued_again(run: RunDir) -> str:
+    """Return the id of the job of the last event, a batch script of the user's, if it is queued; else ""."""
+    job = next((event["job"] for event in read_events(run)[-1:]), "")
+    return job if job and any(row["state"] in QUEUED for row in components(job) or ()) else ""
 
 
 def _stop_job(run: RunDir, job: ActiveJob) -> str:
-    # The request is written first, so that a job that starts during the next lines finds it.
-    ask_job_to_end(run.path, job.number)
+    # The file is written first, so that a job that starts during the next lines finds it.
+    write_atomic(run.path / "slurm/stop", f"{job.number}\n")
     jobs = _of_chain(run, job)
     if job.waiting:
         ask("scancel", "--state=PENDING", *jobs)
@@ -153,7 +165,7 @@ def _stop_job(run: RunDir, job: ActiveJob) -> str:
     if jobs[1:]:
         ask("scancel", *jobs[1:])
     then = f"to resume then: {_again(run)}{_staying(run)}"
-    if job.state == "COMPLETING":  # Slurm sends it no more signals; if requeued, it reads the request
+    if job.state == "COMPLETING":  # Slurm sends it no more signals; if requeued, it reads the file
         return f"job {job.number} is ending already, and will not train again; {then}"
     ask("scancel", "--batch", "--signal=USR1", job.number)
     return f"job {job.number} is asked to checkpoint and end, not to requeue; {then}"

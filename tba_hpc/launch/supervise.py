@@ -25,7 +25,6 @@ from tba_hpc.core.wording import count, drop_lost_output
 from tba_hpc.run.events import append_event, this_job
 from tba_hpc.run.files import is_disk_full, listing, publish, write_atomic
 from tba_hpc.run.notes import AT_WORK_FILE, Exit, disk_full, first_note, refusal
-from tba_hpc.run.stop_request import is_to_end
 
 FIRST_ELASTIC = 5000
 """Number of the first elastic searcher, copied from ``config``, which takes long to import."""
@@ -383,8 +382,11 @@ def _count_idle(job: JobState) -> tuple[int, bool]:
 
 def _for_good(job: JobState) -> bool:
     """Return whether ``tba stop`` has asked this job to end without a requeue."""
-    if not is_to_end(job.run):
+    listing(job.run / "slurm")
+    note = job.mark("stop")
+    if _read(note).strip() != this_job():
         return False
+    note.unlink()
     say("stopped for good, as asked: submit the same run again to resume")
     return True
 

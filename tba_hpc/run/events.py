@@ -85,14 +85,15 @@ def resume_command(run: RunDir, events: Sequence[Mapping[str, Any]], *, job: str
     """Return the command that resumes the run: ``tba run``, or its last ``tba submit`` or ``sbatch``.
 
     If a run has a job, but no event holds its command, the result is a ``tba submit`` with the number of the
-    job's nodes, or the letter N if that is unknown. events: all events of the run, in order.
-    job: id of the run's job, or "" if it has none; used only if there are no events, which name the job.
+    job's nodes, or the letter N if that is unknown. In a batch script of the user's, which leaves no event
+    ``allocated``, it was ``tba run``. events: all events of the run, in order. job: id of the run's job, or
+    "" if it has none; used only if there are no events, which name the job.
     """
     typed = [str(event["command"]) for event in events if "command" in event]
     if typed and (events[-1]["job"] or "command" in events[-1]):
         return typed[-1]
-    if not (events[-1]["job"] if events else job):
-        return run_command(run)
     allocated = [str(event["nodes"]) for event in events if event["event"] == "allocated"]
+    if not (events[-1]["job"] and allocated if events else job):
+        return run_command(run)
     nodes = len(allocated[-1].split(",")) if allocated else "N"
     return shlex.join(["tba", "submit", "--config", str(run.path), "--nodes", str(nodes)])

@@ -54,29 +54,25 @@ def find_file(name: str) -> Path | None:
     return next((file.absolute() for file in files if file.is_file()), None)
 
 
-def keep(run: RunDir, config: Config, *beside: Path) -> None:
-    """Replace the run's copy of the user's code by what ``config`` needs from the folders ``beside``.
+def keep(run: RunDir, config: Config, beside: Path) -> None:
+    """Replace the run's copy of the user's code by what ``config`` needs from the folder ``beside``.
 
-    If several of them have a file, the first one's is copied. If the config needs nothing from them, or if
-    the only one is the copy, the copy stays. Messages on stderr name files that differ from the earlier copy,
-    unless the run has produced nothing, and files that are too large to copy. Files that differ are also
-    logged, as an event ``changed``.
+    If the config needs nothing from that folder, the earlier copy stays. Messages on stderr name files that
+    differ from the earlier copy, unless the run has produced nothing, and files that are too large to copy.
+    Files that differ are also logged, as an event ``changed``.
     """
-    each = [(folder, *needed(config, folder)) for folder in beside]
-    if not any(found for _, found, _ in each) or {folder.resolve() for folder in beside} == {
-        run.modules.resolve()
-    }:
+    found, large = needed(config, beside)
+    if not found or beside.resolve() == run.modules.resolve():
         return
-    for path in chain.from_iterable(large for _, _, large in each):
+    for path in large:
         print(
             f"{path.name}, which code of the run names, is {path.stat().st_size >> 20} MiB, and files beyond "
             f"{LARGEST_FILE >> 20} MiB are not copied: let the code name it by its absolute path",
             file=sys.stderr,
         )
     with replacing(run.modules) as part:
-        for folder, found, _ in each:
-            copy([path for path in found if not (part / path.relative_to(folder)).exists()], folder, part)
-        changed = _changed(run.modules, part)
+        copy(found, beside, part)
+        changed = differing(run.modules, part)
     if changed and not run.came_to_nothing:
         print(
             f"{', '.join(changed)} changed since the run began: scores and trajectories so far are of the "
@@ -86,7 +82,7 @@ def keep(run: RunDir, config: Config, *beside: Path) -> None:
         log_event(run, "changed", keys={}, files=changed)
 
 
-def _changed(old: Path, new: Path) -> list[str]:
+def differing(old: Path, new: Path) -> list[str]:
     """Return the relative paths of the files in both folders whose contents differ."""
     paths = (path.relative_to(new) for path in sorted(new.rglob("*")) if path.is_file())
     both = (path for path in paths if (old / path).is_file())
@@ -99,7 +95,17 @@ def needed(config: Config, folder: Path) -> tuple[list[Path], list[Path]]:
     The config needs the modules and programs that it names, the modules that they import, and the files that
     their code names. Paths outside the folder are left out.
     """
-    code = set(_named(config, folder))
+    return _with_files(set(_named(config, folder)), folder)
+
+
+def needed_by_loss(config: Config, folder: Path) -> list[Path]:
+    """Return the paths in a folder that the objective of ``config`` needs; see ``needed``."""
+    name = config.train.objective.name
+    return _with_files({*_modules({name.partition(":")[0]}, folder)}, folder)[0] if is_own(name) else []
+
+
+def _with_files(code: set[Path], folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return modules and programs with the files that they name, and separately those of files too large."""
     files = {file for path in code for file in _files(path, folder)} - code
     large = {file for file in files if file.stat().st_size > LARGEST_FILE}
     return sorted(code | files - large), sorted(large)

@@ -35,9 +35,12 @@ from pathlib import Path
 
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.events import this_job
-from tba_hpc.run.files import publish, read_regular, write_atomic
+from tba_hpc.run.files import listing, publish, read_regular, write_atomic
 from tba_hpc.run.notes import Exit
 from tba_hpc.run.slurm_queue import WITH_PROCESSES, comment_names, components
+
+STOP = "stop"
+"""Name of the files that ask an owner of the run to end. Each has the number of the owner's claim."""
 
 LAUNCH = "launch"
 """Name owned by whatever starts the ranks: ``tba run`` or a Slurm job. Each rank owns its ``rank_name``."""
@@ -72,8 +75,7 @@ class Owner:
     how often the job was requeued; empty outside Slurm. since: when it became the owner, unix seconds.
     elastic: whether it is an elastic searcher, of which several may run in one job. holds: whether the
     process keeps the run's folder open, as all versions after 0.3.0 do. ready: whether an elastic searcher's
-    engine has loaded weights. listens: whether it is a ``tba run`` in a Slurm job, which reads requests to
-    stop from a file (``run.stop_request``).
+    engine has loaded weights. listens: whether it looks for requests to end (``is_asked_to_end``).
     """
 
     host: str = ""
@@ -148,6 +150,18 @@ def owner_at_work(run: RunDir) -> Owner | None:
     return None if _is_free(run, claim, Owner.this(os.getpid())) else claim.owner
 
 
+def ask_to_end(run: RunDir) -> None:
+    """Ask the present owner of the run to end, wherever it is; see ``Owner.listens``."""
+    if file := _newest(run, LAUNCH).file:
+        file.with_stem(STOP).touch()
+
+
+def is_asked_to_end(run: RunDir) -> bool:
+    """Return whether this process, as the owner of the run, is asked to end. Raises OSError."""
+    asked = {mine.with_stem(STOP).name for mine in _ours if (mine.parent, mine.stem) == (run.owners, LAUNCH)}
+    return not asked.isdisjoint(listing(run.owners))  # a listing is up to date
+
+
 def is_abandoned(run: RunDir) -> bool:
     """Return whether the run's last owner is gone; False if there was none, or if it cannot be found out."""
     try:
@@ -170,11 +184,10 @@ def owned(run: RunDir, name: str = LAUNCH, *, listens: bool = False) -> Iterator
     """Own ``name`` while the block runs; the owner of LAUNCH owns the run. Raises OwnedError if it is taken.
 
     For all names but LAUNCH, first waits for an earlier owner, which may be about to end or be dead. If
-    another process takes over while this one is frozen, this one ends with Exit.FAILED. listens: whether this
-    process, if it is in a Slurm job, reads requests to stop; see ``Owner``.
+    another process takes over while this one is frozen, this one ends with Exit.FAILED. listens: see
+    ``Owner``.
     """
-    me = Owner.this(os.getpid())
-    me = replace(me, listens=listens and bool(me.job))
+    me = replace(Owner.this(os.getpid()), listens=listens)
     lease = Lease(_claim(run, name, me, wait=name != LAUNCH))
     try:
         yield
@@ -211,6 +224,7 @@ class Lease:
         self._left.set()
         with suppress(OSError):  # if the disk is full, others still see that this process is gone
             write_atomic(self._file, Owner().to_json())
+            self._file.with_stem(STOP).unlink(missing_ok=True)
         os.close(_ours.pop(self._file))
 
     def _beat(self) -> None:
@@ -411,7 +425,7 @@ def _sentence(run: RunDir, claim: Claim) -> str:
     stop = f"kill -USR1 {owner.pid} (on {owner.host})" if owner.pid else f"scancel {owner.job}"
     if claim.name == LAUNCH:
         stop = shlex.join(["tba", "stop", str(run.path)])
-        stop += f" (on {owner.host})" if owner.pid else " --wait 600"
+        stop += f" (on {owner.host})" if owner.pid and not owner.listens else " --wait 600"
     unseen = owner.machine != _machine() and not owner.job
     dead = f"; if it is dead, try again in {SILENT_OWNER_SECONDS:.0f} s" if unseen else ""
     return f"{what} is already in use: {owner}; let it finish, or end it first: {stop}{dead}"

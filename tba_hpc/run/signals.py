@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from collections.abc import Collection
 from contextlib import suppress
 from types import FrameType
 
@@ -68,11 +69,13 @@ def _kill_if_of(session: int, pid: int) -> bool:
     return False
 
 
-def die_with(parent: int, number: int) -> None:
+def die_with(parent: int, number: int, blocked: Collection[signal.Signals] = ()) -> None:
     """Have the kernel send signal ``number`` to this new process when its parent ends, for whatever reason.
 
-    If the parent has ended already, this process exits at once. parent: process number.
+    If the parent has ended already, this process exits at once. parent: process number. blocked: signals that
+    this process never gets.
     """
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     _libc.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -13,7 +14,6 @@ from datetime import datetime
 from pathlib import Path
 
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.events import this_job
 
 QUEUED = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
 """States of a job that waits for nodes, for the first time or after a requeue."""
@@ -70,11 +70,11 @@ def ask(*command: str) -> str:
     return done.stdout or done.stderr  # old versions print lists of plugins on standard error
 
 
-def _run(command: tuple[str, ...], seconds: float) -> subprocess.CompletedProcess[str]:
+def _run(command: tuple[str, ...], seconds: float, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a Slurm command for at most ``seconds``. Raises SlurmError if it cannot start or does not end."""
     # The command must not see variables in which users set their own output formats.
     own = ("SQUEUE_", "SINFO_", "SLURM_TIME_FORMAT")
-    plain = {key: value for key, value in os.environ.items() if not key.startswith(own)}
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(own)} | environment
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=plain)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -102,15 +102,23 @@ def job_fields(job: str) -> dict[str, str]:
 
 
 def job_end() -> float:
-    """Return when this process's Slurm job will end, in unix seconds.
+    """Return when the Slurm job of this process will end, in unix seconds.
 
-    Infinity outside Slurm, for a job without a time limit, or if Slurm does not answer.
+    Infinity outside Slurm, for a job that does not run any more or has no time limit, and if this is unknown.
     """
+    job, end = os.environ.get("SLURM_JOB_ID", ""), ""
+    if not job:
+        return math.inf
     try:
-        end = job_fields(this_job()).get("EndTime", "") if this_job() else ""
-        return datetime.fromisoformat(end).timestamp()
-    except (SlurmError, ValueError):  # Slurm may also say Unknown
-        return float(os.environ.get("SLURM_JOB_END_TIME", "inf"))
+        shown = _run(("scontrol", "--oneliner", "show", "job", job), ANSWER_SECONDS, TZ="UTC").stdout
+        known = [row for row in map(fields, shown.splitlines()) if row.get("JobId") == job]
+        end = next((f"{row['EndTime']}+00:00" for row in known if row["JobState"] == "RUNNING"), "")
+        seconds = datetime.fromisoformat(end).timestamp()
+    except SlurmError:  # as in a container without Slurm's commands
+        seconds = float(os.environ.get("SLURM_JOB_END_TIME") or "inf")
+    except ValueError:  # it may be Unknown
+        return math.inf
+    return seconds if seconds > time.time() else math.inf
 
 
 @dataclass(frozen=True, slots=True)

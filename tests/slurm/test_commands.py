@@ -284,20 +284,16 @@ def _command(pid: int) -> list[str]:
         return []
 
 
-@pytest.mark.nightly
-def test_a_batch_script_of_ones_own_goes_on_after_its_time_limit_and_ends_if_asked(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    """The script that docs/slurm.md shows, in whose minute a trainer has time for some dozen steps."""
+def _own_script(cluster: Cluster, folder: Path, time: str) -> tuple[RunDir, int, Path]:
+    """Submit the batch script that docs/slurm.md shows; the run, its job and the job's log."""
     page = (REPOSITORY / "docs/slurm.md").read_text()
-    shown = page.partition("## A batch script of your own\n")[2].partition("\n\n")[0]
-    settings = [f"run.root={tmp_path}", "train.steps=10000", "model.path=lab.tabular:Slow"]
+    script = textwrap.dedent(page.partition("## A batch script of your own\n")[2].partition("\n\n")[0])
+    settings = [f"run.root={folder}", "train.steps=10000", "model.path=lab.tabular:Slow"]
     edits = {
-        "--time=12:00:00": f"--time=0:01:00 --mem=0 --output={tmp_path}/log",
+        "--time=12:00:00": f"--time={time} --output={folder}/log",
         ".venv/bin/activate": f"{Path(sys.executable).parent}/activate",
         "configs/math_gsm8k_one_gpu.yaml": " --set ".join(["tools/tabular.yaml", *settings]),
     }
-    script = textwrap.dedent(shown)
     for old, new in edits.items():
         assert old in script
         script = script.replace(old, new)
@@ -306,19 +302,41 @@ def test_a_batch_script_of_ones_own_goes_on_after_its_time_limit_and_ends_if_ask
         ["sbatch", "--parsable"], input=script, cwd=REPOSITORY, env=around, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    run, log = RunDir(tmp_path / "tabular-seed0"), tmp_path / "log"
+    return RunDir(folder / "tabular-seed0"), int(done.stdout), folder / "log"
+
+
+@pytest.mark.nightly
+def test_a_batch_script_of_ones_own_goes_on_after_its_time_limit_and_ends_if_asked(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """In its minute a trainer has time for some dozen steps."""
+    run, job, log = _own_script(cluster, tmp_path, "0:01:00")
 
     def started_again() -> bool:
         return [event["restarts"] for event in read_events(run) if event["event"] == "start"] == [0, 1]
 
     until(started_again, "the second start", 240)
-    assert [event["event"] for event in read_events(run)] == ["start", "stopped", "start"], log.read_text()
+    assert _events(run) == ["stopped"], log.read_text()
+    assert "stopped in time for the job's end" in log.read_text()
     until(lambda: History.read(run).starts == 2, "the second loop")
-    assert f"of Slurm job {done.stdout.strip()}" in stop.stop(run)
+    said = stop.stop(run)
+    assert f"of Slurm job {job}" in said and said.endswith(f"to resume then: tba run {run.path}")
     stop.await_end(run, seconds=120)
-    assert cluster.wait(int(done.stdout)) == "COMPLETED", log.read_text()
-    assert "CANCELLED" not in log.read_text() and latest_checkpoint(run)
+    assert cluster.wait(job) == "COMPLETED", log.read_text()
+    assert started_again() and latest_checkpoint(run)
     assert not audit(run).violations
+
+
+@pytest.mark.nightly
+def test_a_cancelled_batch_script_of_ones_own_saves_and_does_not_queue_again(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    run, job, log = _own_script(cluster, tmp_path, "0:10:00")
+    until(lambda: History.read(run).steps, "a step")
+    cluster.run("scancel", str(job))
+    assert cluster.wait(job) == "CANCELLED", log.read_text()
+    until(lambda: _events(run) == ["signal", "stopped"], "the end of tba run", 60)
+    assert latest_checkpoint(run) and stop.stop(run).startswith(f"nobody is at work on {run.path}; to resume")
 
 
 def test_seeds_become_a_job_each_after_another_run(
