@@ -80,7 +80,7 @@ from tba_hpc.run.inputs import require_same_model, require_same_prompts
 from tba_hpc.run.metrics import MetricsWriter, Value, record_seconds
 from tba_hpc.run.notes import note_at_work
 from tba_hpc.run.signals import StopFlag
-from tba_hpc.run.stacks import watched
+from tba_hpc.run.stacks import watched, watched_inside
 from tba_hpc.run.underway import Underway
 from tba_hpc.tasks import load_task
 
@@ -174,7 +174,7 @@ def leading(
         write_arrays,
         kept_share=config.exchange.keep_shards,
     )
-    with StopFlag() as stop:
+    with StopFlag() as stop, watched_inside():
         yield Trainer(
             config,
             learner=learner,

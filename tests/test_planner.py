@@ -442,7 +442,9 @@ def test_nodes_that_train_are_as_many_as_asked_for() -> None:
 
 
 def test_a_site_says_how_many_gpus_a_node_has_and_which() -> None:
-    values = json.loads(tba("plan", "math_qwen7b", "--site", "a100x4-pmix", "--nodes", 4, "--json").stdout)
+    words = ("plan", "math_qwen7b", "--site", "a100x4-pmix", "--nodes", 4)
+    assert "assumed: GPUs of the kind a100-80 (--gpu), " in tba(*words).stdout, "they may be of 40 GB"
+    values = json.loads(tba(*words, "--json").stdout)
     assert (values["gpu"], values["gpus_per_node"], values["nodes"]) == ("a100-80", 4, 4)
     assert [device["count"] for device in values["devices"]] == [4, 12]
 

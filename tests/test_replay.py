@@ -193,7 +193,18 @@ def test_another_objective_learns_from_the_same_first_batch(tmp_path: Path) -> N
     assert first(RunDir(tmp_path / "oapl-seed0"), "train/log_ratio") == pytest.approx(0, abs=1e-6)
 
 
+OWN_MODEL = """
+from lab.tabular import Tabular
+from lab.tabular_learner import TabularLearner
+
+class Model(Tabular):
+    def learner(self, **_):
+        return TabularLearner(self._table, self._config.train)
+"""
+"""A model whose learner needs no group of processes."""
+
 OWN_CODE = {
+    "recorded/own_model.py": OWN_MODEL,
     "recorded/own_rewards.py": "import own_helper\ndef right(completion): return 1.0",
     "recorded/own_helper.py": "",
     "recorded/own_loss.py": "def loss(groups, beta): return -1 * groups.logprob_BK",
@@ -212,14 +223,14 @@ def test_a_replay_keeps_the_recorded_rewards_and_the_loss_of_the_working_directo
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
-    settings = ["model.path=lab.tabular:Tabular", "train.objective=own_loss:loss"]
-    with pytest.raises(ConfigError, match=r"^train.objective=own_loss:loss cannot be imported"):
+    settings = ["model.path=own_model:Model", "train.objective=own_loss:loss"]
+    with pytest.raises(ConfigError, match=r"^model.path=own_model:Model cannot be imported"):
         replay(source.path, [*settings, "run.name=own"], delay=1)
     shutil.copytree(tmp_path / "recorded", source.modules)
 
     def replayed(name: str, *overrides: str) -> tuple[float, set[str]]:
         """Its first loss, and whose code it has kept."""
-        for module in ("own_loss", "own_part", "own_rewards"):
+        for module in ("own_loss", "own_part", "own_rewards", "own_model"):
             sys.modules.pop(module, None)
         run, _ = replay(
             Path("../here/../runs") / source.path.name, [*settings, f"run.name={name}", *overrides]
@@ -231,7 +242,7 @@ def test_a_replay_keeps_the_recorded_rewards_and_the_loss_of_the_working_directo
             name for name, text in OWN_CODE.items() if texts.get(Path(name).name) == text
         }
 
-    of_rewards = {"recorded/own_rewards.py", "recorded/own_helper.py"}
+    of_rewards = {"recorded/own_rewards.py", "recorded/own_helper.py", "recorded/own_model.py"}
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     recorded, kept = replayed("recorded")
@@ -252,6 +263,22 @@ def test_a_replay_keeps_the_recorded_rewards_and_the_loss_of_the_working_directo
         ConfigError, match=r"^own_helper.py, which own_loss:loss needs, is not what the rewards"
     ):
         replay(source.path, [*settings, "run.name=unlike"])
+
+
+def test_a_delay_that_the_bound_of_staleness_undoes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards that are too old would be dropped, and the next ones come early: no data were any older."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    source = in_lockstep(tmp_path, exchange={"max_staleness": 20})
+    source.modules.mkdir()
+    (source.modules / "own_model.py").write_text(OWN_MODEL)
+    settings = ["model.path=own_model:Model", "run.name=late"]
+    refused = r"^--delay 4 makes data up to 24 steps old, .*=20 would drop: add .*max_staleness=24, or null$"
+    with pytest.raises(ConfigError, match=refused):
+        replay(source.path, settings, delay=4)
+    run, _ = replay(source.path, [*settings, "exchange.max_staleness=24"], delay=4)
+    assert run.exported_step == len(steps_of(run))
 
 
 def test_shards_come_later_or_all_at_once(tmp_path: Path) -> None:

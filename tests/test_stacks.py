@@ -47,6 +47,15 @@ time.sleep(0.5)
 """
 """A block that may take .3 s, and a pause after it, which may take longer."""
 
+LEAVES = """
+import time
+from tba_hpc.run.stacks import watched, watched_inside
+with watched_inside():
+    watched(lambda: False, 0.2)
+time.sleep(0.6)
+"""
+"""A loop that has ended, and a pause after it."""
+
 STAYS = """
 import sys, threading, time
 from tba_hpc.launch import rank
@@ -87,6 +96,10 @@ def test_a_rank_that_was_late_and_went_on_is_not_blamed(tmp_path: Path) -> None:
 def test_a_block_that_is_late_tells_where_it_is_and_that_it_went_on(seconds: float, stacks: int) -> None:
     _, err = python(BLOCKS, seconds).communicate(timeout=60)
     assert (err.count("Timeout ("), err.count(WENT_ON), err.count(" in hang")) == (stacks,) * 3
+
+
+def test_a_loop_that_has_ended_is_not_watched() -> None:
+    assert python(LEAVES).communicate(timeout=60) == ("", "")
 
 
 def test_a_rank_tells_where_it_is_on_request() -> None:

@@ -82,7 +82,7 @@ def test_elastic_searchers_that_keep_their_nodes_are_named(
         of_array.append(take_lease(run, [f"searcher-{1003 + int(task)}"]))
     leases = [lease for lease in (lone, *of_job, *of_array) if lease]
     ends = f"scancel 13 49_9 49_10; kill -USR1 {os.getpid()} (on {socket.gethostname()})"
-    said = f"; 5 elastic searchers will wait for that, and keep their nodes; to end them: {ends}"
+    said = f"; 5 elastic searchers will stay and wait for that; to end them: {ends}"
     assert stop.stop(run).endswith(f"to resume it: tba run {run.path}{said}")
     run.mark_finished()
     assert stop.stop(run) == f"nobody is at work on {run.path}; it is finished", "they leave by themselves"

@@ -63,7 +63,8 @@ class Asked:
 
     model: path or hub name. device: cuda or cpu. prompt: the question as formatted by the task or the chat
     template. max_tokens: longest answer allowed. seconds: wall time of answering, without loading the model.
-    not_computed: config keys of the task's rewards, which are not computed.
+    not_computed: config keys of the task's rewards, which are not computed. bare: whether neither a task nor
+    a chat template formatted the question.
     """
 
     model: str
@@ -75,6 +76,7 @@ class Asked:
     replies: list[Reply]
     seconds: float
     not_computed: list[str] = field(default_factory=list)
+    bare: bool = False
 
 
 def ask(
@@ -107,7 +109,8 @@ def ask(
     settings, model = _load(name, config, overrides or [])
     section = settings.generator if settings else GeneratorSection(temperature=1.0, max_tokens=MAX_TOKENS)
     task = make_task(settings.task, model.tokenizer, _serve) if settings and chat is None else None
-    tokens = _encode(task, model.tokenizer, question, chat=_uses_chat(settings, chat, model))
+    uses_chat = _uses_chat(settings, chat, model)
+    tokens = _encode(task, model.tokenizer, question, chat=uses_chat)
     length = max_tokens or section.max_tokens
     if temperature is None:
         temperature = 0.0 if samples == 1 else section.temperature
@@ -135,6 +138,7 @@ def ask(
         replies=[_reply(_text(answer, decode), answer) for answer in answers],
         seconds=time.monotonic() - began,
         not_computed=_rewards_of(settings) if settings and task is not None else [],
+        bare=not (settings or uses_chat),
     )
 
 
@@ -263,6 +267,10 @@ def print_answers(asked: Asked, *, as_json: bool = False) -> None:
         console.print(Indented(Text(" ".join(filter(None, (said, end, reward))))))
     if asked.not_computed:
         console.print(Text(f"tba ask does not compute {', '.join(asked.not_computed)}", style="dim"))
+    if asked.bare:
+        console.print(
+            Text("the question was asked as it is; --config FILE gives it a task's format", style="dim")
+        )
     console.print(Text(_how(asked), style="dim"))
 
 

@@ -58,6 +58,7 @@ def replay(
     source = RunDir.open(path)
     recorded = source.config()
     config = replay_config(source, recorded, Recording.of(source).steps, overrides)
+    _refuse_dropping(recorded, config, delay)
     recording, read = read_recorded(source, recorded, config, partial=partial)
     recording = recording.at_once() if at_once else recording.delayed(delay)
     run = RunDir.check(config)
@@ -73,6 +74,19 @@ def replay(
         with tracked(run, config):
             train_on(run, config, recording, read)
     return run, config
+
+
+def _refuse_dropping(recorded: Config, config: Config, delay: int) -> None:
+    """Raise ConfigError if a delay would make data older than the replay's bound.
+
+    Such data would be dropped, and later shards would come early instead.
+    """
+    bound, before = config.exchange.max_staleness, recorded.exchange.max_staleness
+    if delay and bound is not None and before is not None and bound < before + delay:
+        raise ConfigError(
+            f"--delay {delay} makes data up to {before + delay} steps old, which exchange.max_staleness="
+            f"{bound} would drop: add --set exchange.max_staleness={before + delay}, or null"
+        )
 
 
 def _refuse_another(run: RunDir, wanted: Mapping[str, object]) -> None:
@@ -150,6 +164,7 @@ def train_on(
         trainer.log_event("finished" if finished else "stopped")
         if not trainer.stop_asked():
             learner.export(run.export)
+            write_atomic(run.export_step, f"{trainer.step}\n")
     learner.close()
     trainer.metrics.close()
     if finished:

@@ -8,10 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rich.text import Text
+
 from tba_hpc.checks.config_checks import check_files
 from tba_hpc.checks.facts import Facts, refuse
 from tba_hpc.config import Config, ConfigError, RunSection, is_local, load_config, parse_config
+from tba_hpc.report.tables import Terminal
 from tba_hpc.run import modules
+from tba_hpc.run.changes import export_notice
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import run_command
 
@@ -78,6 +82,8 @@ def _run(name: str, overrides: list[str], *, named: Path | str | None) -> Config
         found = f"{name} has no model yet; {run.export} is written when the run is finished"
         raise ConfigError(f"{found}: {remedy}")
     modules.use(run.modules)
+    if older := export_notice(run):
+        Terminal(stderr=True).print(Text(older))
     return load_config(run.config_file, overrides)
 
 

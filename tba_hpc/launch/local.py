@@ -446,8 +446,7 @@ def launch(
             reached = max(steps, default=-1)
             unfinished = code != Exit.REFUSED and not (run.finished or _is_asked_to_end(run))
             if unfinished and asked.preempted:
-                _say(console, f"stopped; to resume: {run_command(run)}")
-                return Exit.UNFINISHED
+                return _leave_job(run, console, "stopped")
             if unfinished and code == Exit.DONE and not asked.stop and end < math.inf:
                 return _out_of_time(run, console, end, progress=reached > before)
             if code in (Exit.DONE, Exit.REFUSED) or asked.stop:
@@ -463,12 +462,18 @@ def _out_of_time(run: RunDir, console: Console, end: float, *, progress: bool) -
 
     end: end of the job, unix seconds. progress: whether a step was taken.
     """
-    when = time.strftime("%H:%M", time.localtime(end))
+    when = f"the job's end at {time.strftime('%H:%M', time.localtime(end))}"
     if progress:
-        _say(console, f"stopped in time for the job's end at {when}; to resume: {run_command(run)}")
-        return Exit.UNFINISHED
-    _say(console, f"no step was taken before the job's end at {when}: give the job more time")
+        return _leave_job(run, console, f"stopped in time for {when}")
+    _say(console, f"no step was taken before {when}: give the job more time")
     return Exit.NO_PROGRESS
+
+
+def _leave_job(run: RunDir, console: Console, found: str) -> int:
+    """Say how the run goes on that leaves its job unfinished; return the exit status."""
+    log_event(run, "preempted")
+    _say(console, f"{found}; if the batch script does not queue again, resume it: {run_command(run)}")
+    return Exit.UNFINISHED
 
 
 def _is_asked_to_end(run: RunDir) -> bool:

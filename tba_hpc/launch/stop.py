@@ -180,7 +180,7 @@ def _staying(run: RunDir) -> str:
     ends = [shlex.join(["scancel", *jobs, *queued])] if jobs or queued else []
     ends += [f"kill -USR1 {owner.pid} (on {owner.host})" for owner in there if not owner.job]
     who = count(len(there), "elastic searcher")
-    said = [f"{who} will wait for that, and keep their nodes"] if there else []
+    said = [f"{who} will stay and wait for that"] if there else []
     said += [f"elastic searchers are queued as job {' and '.join(queued)}"] if queued else []
     return "".join(f"; {words}" for words in [*said, f"to end them: {'; '.join(ends)}"]) if ends else ""
 

@@ -12,6 +12,7 @@ from tba_hpc.loops.trainer import Trainer
 from tba_hpc.report.summary import summarise, write_summary
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import find_evaluation, missing_parts
+from tba_hpc.run.files import write_atomic
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
 EVALUATION_CHECK_SECONDS = 0.1
@@ -36,6 +37,7 @@ def end_run(run: RunDir, config: Config, trainer: Trainer, *, finished: bool) ->
     trainer.log_event("finished" if published else "stopped")
     if published:
         learner.export(run.export)
+        write_atomic(run.export_step, f"{trainer.step}\n")
     learner.close()
     complete = published and _evaluation_arrives(run, config, trainer)
     if complete:

@@ -370,6 +370,9 @@ def _ended(monitor: RunMonitor) -> RunState | None:
             return RunState("refused", note)
         case "stopped":
             return RunState("stopped", f"stopped at step {step}")
+        case "preempted":
+            goes_on = "it goes on if its batch script queues again"
+            return RunState("stopped", f"stopped at step {step}, preempted or out of time: {goes_on}")
         case "changed":
             end = monitor.config.train.steps
             return RunState(

@@ -15,6 +15,7 @@ from tba_hpc.core.wording import count, duration, mean_reward, percent
 from tba_hpc.report.curves import NAMED, SHOWN_REWARDS
 from tba_hpc.report.data import Counts, RunData
 from tba_hpc.report.estimates import Estimate
+from tba_hpc.run.changes import export_notice
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.run.files import write_atomic
@@ -241,6 +242,8 @@ def print_summary(run: RunDir, summary: Summary, *, as_json: bool = False) -> No
     if run.export.exists():
         where = shlex.quote(str(run.path))
         lines.append(("try it", f"tba ask {where} {_question(run.config().task)}"))
+        if older := export_notice(run):
+            lines.append(("its age", older))
         if summary.score_after is None:  # as in a replay
             lines.append(("its score", f"tba evaluate {where}"))
     print_lines(lines)

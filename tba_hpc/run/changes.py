@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from tba_hpc.config import Config, ConfigError, differences, value_text
@@ -43,6 +44,15 @@ def reached(run: RunDir) -> int:
     """Return the optimizer step of the newest checkpoint, where a resume starts; 0 without a checkpoint."""
     folder = latest_checkpoint(run) if run.checkpoints.is_dir() else None
     return step_of(folder) if folder else 0
+
+
+def export_notice(run: RunDir) -> str:
+    """Return a sentence if the exported model is older than the newest checkpoint; otherwise empty."""
+    exported, step = run.exported_step, reached(run)
+    if exported is None or exported >= step:
+        return ""
+    newer = shlex.join(["tba", "run", str(run.path), "--set", f"train.steps={step}"])
+    return f"this model is of step {exported}, and the run has reached step {step}; to export that: {newer}"
 
 
 def resume_notice(run: RunDir) -> str:

@@ -120,6 +120,8 @@ class RunDir:
     """Claims of the launcher and the ranks that work on the run; see ``run.owners``."""
     export = _Below("export")
     """The trained model as a Hugging Face folder."""
+    export_step = _Below("export-step")
+    """File with the number of optimizer steps of the exported model."""
     events_file = _Below("events.jsonl")
     """Events of the run's ranks and jobs, over all its starts; see ``events.log_event``."""
     report = _Below("report.html")
@@ -364,6 +366,11 @@ class RunDir:
     def finished(self) -> bool:
         """True if the run has taken all its steps, exported its model and made its last evaluation."""
         return self.finished_file.exists()
+
+    @property
+    def exported_step(self) -> int | None:
+        """Number of optimizer steps of the exported model; None if no note of it is there."""
+        return int(self.export_step.read_text()) if self.export_step.exists() else None
 
     def mark_finished(self) -> None:
         """Mark the run as finished, until a resume raises its number of steps."""

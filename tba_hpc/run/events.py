@@ -46,6 +46,7 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
     aborted     the user killed the ranks by pressing Ctrl-C twice
     stopped     the ranks ended because they were asked to, or because the job's time was over
     signal      the batch script, or ``tba run``, was asked to stop
+    preempted   ``tba run`` leaves a job that was preempted or out of time, which may queue again
     requeue     the batch script puts its job back into the queue
     unreachable ``nodes`` do not answer, or Slurm has taken them out of the job
     unhealthy   ``nodes`` failed the check before a start, so the job excludes them from its next start

@@ -61,6 +61,15 @@ def watched(stop_asked: Callable[[], bool], seconds: float) -> Callable[[], bool
 
 
 @contextmanager
+def watched_inside() -> Iterator[None]:
+    """End the watch of ``watched`` with the block, so that a later pause of this process is no hang."""
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
 def stacks_if_late(seconds: float) -> Iterator[None]:
     """Write the stacks of all threads to standard error if the block takes longer than ``seconds``."""
     began = time.monotonic()

@@ -316,7 +316,7 @@ def test_a_batch_script_of_ones_own_goes_on_after_its_time_limit_and_ends_if_ask
         return [event["restarts"] for event in read_events(run) if event["event"] == "start"] == [0, 1]
 
     until(started_again, "the second start", 240)
-    assert _events(run) == ["stopped"], log.read_text()
+    assert _events(run) == ["stopped", "preempted"], log.read_text()
     assert "stopped in time for the job's end" in log.read_text()
     until(lambda: History.read(run).starts == 2, "the second loop")
     said = stop.stop(run)
@@ -335,7 +335,7 @@ def test_a_cancelled_batch_script_of_ones_own_saves_and_does_not_queue_again(
     until(lambda: History.read(run).steps, "a step")
     cluster.run("scancel", str(job))
     assert cluster.wait(job) == "CANCELLED", log.read_text()
-    until(lambda: _events(run) == ["signal", "stopped"], "the end of tba run", 60)
+    until(lambda: _events(run) == ["signal", "stopped", "preempted"], "the end of tba run", 60)
     assert latest_checkpoint(run) and stop.stop(run).startswith(f"nobody is at work on {run.path}; to resume")
 
 

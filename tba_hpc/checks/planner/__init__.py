@@ -73,10 +73,10 @@ def plan_run(
         config = parse_config(config.model_dump(mode="json", exclude_unset=True), split.overrides)
     asked = config.launch.trainers + config.launch.searchers * config.generator.tensor_parallel
     spread = cluster is not None and asked > cluster.gpus_per_node
-    kind = find_gpu(gpu) if gpu else _gpu_of(cluster)
+    kinds = [find_gpu(gpu)] if gpu else _gpus_of(cluster)
     found = estimate(
         config,
-        kind or GPUS[DEFAULT_GPU],
+        max(kinds, key=lambda kind: kind.memory, default=GPUS[DEFAULT_GPU]),
         gpus=cluster.gpus_per_node if cluster else gpus,
         spread=spread,
         prompt_tokens=prompt_tokens,
@@ -85,15 +85,18 @@ def plan_run(
         print(json.dumps(as_values(config, found, remarks), indent=2))
         return not found.problems
     console = Terminal()
-    for part in (*_head(config, found, guessed=not kind), _table(found), *_verdict(config, found, remarks)):
+    for part in (
+        *_head(config, found, guessed=len(kinds) != 1),
+        _table(found),
+        *_verdict(config, found, remarks),
+    ):
         console.print(Text(part) if isinstance(part, str) else part)
     return not found.problems
 
 
-def _gpu_of(site: Site | None) -> Gpu | None:
-    """Return the GPU that the site's gpu_request names, or the largest that matches; None without one."""
-    named = gpus_named(site.gpu_request or "") if site else []
-    return max(named, key=lambda gpu: gpu.memory, default=None)
+def _gpus_of(site: Site | None) -> Sequence[Gpu]:
+    """Return the GPUs that the site's gpu_request may mean; none if it names none."""
+    return gpus_named(site.gpu_request or "") if site else []
 
 
 def as_values(config: Config, found: Estimate, remarks: Sequence[str] = ()) -> dict[str, Any]:
@@ -115,7 +118,7 @@ def _head(config: Config, found: Estimate, *, guessed: bool) -> Iterator[str]:
         f"{config.model.path}: {found.parameters / 1e9:.4g} G weights in {config.model.dtype}{adapter}; "
         f"{ranks} on {count(found.nodes, 'node')} with {found.gpus_per_node} {found.gpu}"
     )
-    assumed = f"GPUs of the kind {DEFAULT_GPU} (--gpu), " if guessed else ""
+    assumed = f"GPUs of the kind {found.gpu} (--gpu), " if guessed else ""
     yield (
         f"assumed: {assumed}a mean of {found.prompt_tokens:g} tokens per prompt (--prompt-tokens), and "
         f"completions of {config.generator.max_tokens} tokens (generator.max_tokens)"
