@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from recorded import save
 from tiny_models import make_random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typed import tba
@@ -75,6 +76,24 @@ def test_the_answer_is_the_models_to_the_question_as_the_task_puts_it(tmp_path: 
     (reply,) = asked.replies
     assert reply.text == greedy(model, f"{QUESTION}\n", 12) and reply.tokens <= 12
     assert (asked.max_tokens, reply.truncated) == (12, reply.tokens == 12)
+
+
+def test_an_older_export_and_a_question_without_a_format_are_told(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = finished_run(tmp_path, model)
+    run.export_step.write_text("60\n")
+    for step in (60, 90):
+        save(run, 0.0, step)
+        print_answers(ask(str(run.path), QUESTION, max_tokens=2))
+        said = " ".join(capsys.readouterr().err.split())
+        told = "this model is of step 60, and the run has reached step 90; to export that: tba run "
+        assert (told in said) == (step == 90)
+    print_answers(ask(str(run.export), QUESTION, max_tokens=2))
+    answer = capsys.readouterr().out
+    assert "the question was asked as it is; --config FILE" in answer
+    print_answers(ask(str(run.path), QUESTION, max_tokens=2))
+    assert "as it is" not in capsys.readouterr().out
 
 
 def test_a_problem_of_the_task_is_put_as_the_task_puts_it(tmp_path: Path, model: Path) -> None:

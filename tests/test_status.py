@@ -147,6 +147,19 @@ def test_how_a_submitted_run_stands(
     assert found.over == (state in ("created", "gone", "failed", "refused", "stopped", "aborted", "finished"))
 
 
+def test_a_run_in_a_batch_script_of_ones_own_goes_on_if_that_queues_again(run: RunDir) -> None:
+    happen(run, time.time() - 60, "start", job="7", attempt="attempt-001", trainers=1, searchers=1)
+    trained(run)
+    happen(run, time.time(), "stopped", job="7")
+    happen(run, time.time(), "preempted", job="7")
+    found = run_state(look(run, lambda _: []))
+    assert (
+        found.words
+        == "stopped at step 4, preempted or out of time: it goes on if its batch script queues again"
+    )
+    assert (found.state, found.command) == ("stopped", f"tba run {run.path}")
+
+
 @pytest.mark.parametrize(
     ("reason", "never"),
     [
@@ -188,6 +201,7 @@ def test_a_run_whose_own_code_was_refused_is_not_started_with_its_copy(run: RunD
     [
         (("start",), "training", ""),
         (("start", "signal", "stopped"), "stopped", TBA_RUN),
+        (("start", "signal", "stopped", "preempted"), "stopped", TBA_RUN),
         (("start", "signal", "aborted"), "aborted", TBA_RUN),
         (("start", "failed"), "failed", TBA_RUN),
         (("start", "finished"), "finished", ""),
