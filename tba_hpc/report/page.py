@@ -259,7 +259,7 @@ def _attempt_words(attempt: Attempt, part: Sequence[Stretch]) -> dict[str, str]:
 
 
 def _why_stopped(attempt: Attempt) -> str:
-    if attempt.requeued or "draining" in attempt.kinds:
+    if attempt.requeued or attempt.kinds & {"draining", "preempted"}:
         return attempt.why_requeued
     if not attempt.job:
         return OUTCOMES["stopped"]
