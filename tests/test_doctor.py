@@ -861,6 +861,14 @@ def test_memory_is_what_the_control_group_leaves(monkeypatch: pytest.MonkeyPatch
     _says(machine.check_capacity(Facts()), "warning", "2.1 GB of memory available")
 
 
+def test_a_shell_of_salloc_is_not_taken_for_a_node_of_its_job() -> None:
+    shell, job, node = {}, {"SLURM_JOB_ID": "46"}, {"SLURM_JOB_ID": "46", "SLURMD_NODENAME": "n1"}
+    found = [list(machine.check_allocation(Facts(environment=around))) for around in (shell, job, node)]
+    assert found[0] == found[2] == []
+    _says(found[1], "warning", "this shell is of Slurm job 46, but on none of its nodes")
+    assert machine.check_allocation in RUN
+
+
 def test_the_network_built_for_mpi_is_preferred_and_a_choice_is_checked() -> None:
     def check(chosen: str | None, **speeds: int) -> list[Finding]:
         return [network.judge_network(speeds, chosen)]

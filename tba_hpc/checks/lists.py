@@ -28,6 +28,7 @@ FILES = (
 """Checks of a config before any run, on this machine or as a job."""
 
 RUN = (
+    machine.check_allocation,
     machine.check_engine,
     machine.check_ports,
     machine.check_packages,

@@ -43,6 +43,14 @@ def check_capacity(facts: Facts) -> Iterator[Finding]:
         yield ok("machine", found)
 
 
+def check_allocation(facts: Facts) -> Iterator[Finding]:
+    """Warn if this shell belongs to a Slurm job, but is on none of its nodes, as one that salloc started."""
+    job = facts.environment.get("SLURM_JOB_ID")
+    if job and "SLURMD_NODENAME" not in facts.environment:
+        found = f"this shell is of Slurm job {job}, but on none of its nodes, so the run is on this machine"
+        yield warning("allocation", found, "to use the job's node type srun --pty bash first")
+
+
 def check_engine(facts: Facts) -> Iterator[Finding]:
     """Check that this machine has the system libraries that vLLM needs.
 
