@@ -305,7 +305,6 @@ def _own_script(cluster: Cluster, folder: Path, time: str) -> tuple[RunDir, int,
     return RunDir(folder / "tabular-seed0"), int(done.stdout), folder / "log"
 
 
-@pytest.mark.nightly
 def test_a_batch_script_of_ones_own_goes_on_after_its_time_limit_and_ends_if_asked(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -327,7 +326,6 @@ def test_a_batch_script_of_ones_own_goes_on_after_its_time_limit_and_ends_if_ask
     assert not audit(run).violations
 
 
-@pytest.mark.nightly
 def test_a_cancelled_batch_script_of_ones_own_saves_and_does_not_queue_again(
     cluster: Cluster, tmp_path: Path
 ) -> None:
