@@ -68,6 +68,19 @@ def test_nobody_at_work_is_said_with_what_goes_on(run: RunDir) -> None:
     assert not list(run.owners.glob("*")), "a question leaves nothing behind"
 
 
+@pytest.mark.parametrize("state", ["PENDING", "COMPLETED"])
+def test_a_batch_script_of_ones_own_that_is_queued_again_is_named(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """Nothing but its events says that such a job is of this run."""
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho '46|{state}|BeginTime|||12:00:00|0:00|(null)'\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    happen(run, time.time(), "preempted", job="46")
+    queued = stop.stop(run).endswith("; job 46 is queued, and goes on unless you type scancel 46")
+    assert queued == (state == "PENDING")
+
+
 def test_elastic_searchers_that_keep_their_nodes_are_named(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,8 +175,8 @@ def share_reference(runs: Sequence[Compared]) -> bool:
 
 def remarks(runs: Sequence[Compared]) -> list[str]:
     """Return what to bear in mind when the figures of these runs are compared."""
-    same_code = all(_code(run.data.run) == _code(runs[0].data.run) for run in runs)
-    found = {LEFT_OUT: not share_reference(runs), OTHER_CODE: not same_code}
+    codes = [_code(run.data.run) for run in runs]
+    found = {LEFT_OUT: not share_reference(runs), OTHER_CODE: any(code != codes[0] for code in codes)}
     return [remark for remark, holds in found.items() if holds]
 
 

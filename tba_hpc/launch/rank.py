@@ -26,7 +26,7 @@ from tba_hpc.run.files import DiskFullError
 from tba_hpc.run.notes import Exit, Kind, rank_name, redirect_output, write_note
 from tba_hpc.run.owners import owned
 from tba_hpc.run.signals import StopFlag
-from tba_hpc.run.stacks import write_stacks_to_log
+from tba_hpc.run.stacks import watched_inside, write_stacks_to_log
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def stoppable() -> Iterator[StopFlag]:
     After a signal to stop, an ExchangeError ends the block quietly: ranks that do not answer have stopped.
     """
     end_imports()
-    with StopFlag() as stop:
+    with StopFlag() as stop, watched_inside():
         try:
             yield stop
         except ExchangeError as error:

@@ -26,7 +26,6 @@ from tba_hpc.run.slurm_queue import (
     ANSWER_SECONDS,
     JOB_CHECK_SECONDS,
     NO_ANSWER,
-    QUEUED,
     ActiveJob,
     active,
     ask,
@@ -151,7 +150,8 @@ def _nobody(run: RunDir) -> str:
 def _queued_again(run: RunDir) -> str:
     """Return the id of the job of the last event, a batch script of the user's, if it is queued; else ""."""
     job = next((event["job"] for event in read_events(run)[-1:]), "")
-    return job if job and any(row["state"] in QUEUED for row in components(job) or ()) else ""
+    found = active(components(job) or []) if job else None
+    return job if found and found.waiting else ""
 
 
 def _stop_job(run: RunDir, job: ActiveJob) -> str:
