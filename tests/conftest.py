@@ -188,6 +188,19 @@ def same_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def own_code_ends_with_its_test(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Another test's module may have the same name; and a folder on the path stays while the process does."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before, temporary = {*sys.modules}, str(tmp_path_factory.getbasetemp())
+    yield
+    for name in sys.modules.keys() - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(temporary):
+            del sys.modules[name]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def notes_of_servers(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tell fork_server.py where all workers find the servers of processes that one of them has started."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -239,7 +238,6 @@ def test_a_failure_of_an_environment_is_told_once(
     )
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1?"}')
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "shop", raising=False)
     task = {"name": "environment", "train_file": str(tmp_path / "rows.jsonl")}
     run = finished_run(tmp_path, folder, task={**task, "options": {"environment": "shop:Shop"}})
     (reply,) = ask(str(run.path), "1+1?").replies

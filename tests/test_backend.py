@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import date
 from pathlib import Path
 
@@ -26,12 +25,6 @@ class Model:
     def __init__(self, config):
         self.name = config.run.name + helper.SUFFIX
 """
-
-
-@pytest.fixture(autouse=True)
-def path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run adds to it ends with the test."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 def test_a_run_keeps_the_module_and_what_that_imports(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -167,7 +166,6 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on the path, with a module of environments."""
     (tmp_path / "own_worlds.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("own_worlds", None)
     return tmp_path
 
 

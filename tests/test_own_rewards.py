@@ -114,7 +114,6 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own_rewards.py").write_text(OWN)
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("own_rewards", None)
     return tmp_path
 
 
@@ -305,7 +304,6 @@ def test_a_few_rows_without_a_field_of_a_function_are_left_out(
 
 def test_a_blank_field_of_a_function_is_told_with_a_row(own: Path, caplog: pytest.LogCaptureFixture) -> None:
     (own / "graded.py").write_text("def right(completion, answer): return float(completion == answer)\n")
-    sys.modules.pop("graded", None)
     make(own, "graded:right").prompts("train")
     assert not caplog.messages
     rows = [{**row, "answer": {3: None, 5: " "}.get(i, "1")} for i, row in enumerate(ROWS * 2)]
@@ -353,7 +351,6 @@ def test_parts_without_a_sum_cost_no_more_than_the_completion(
     (own / "parts.py").write_text(f"from math import inf, nan\ndef a(completion): return {first}\n")
     with (own / "parts.py").open("a") as file:
         file.write(f"def b(completion): return {second} if completion == 'x' else 0.5\n")
-    sys.modules.pop("parts", None)
     task = make(own, {"a": "parts:a", "b": "parts:b"})
     found = task.rewards(task.prompts("train")[0], [completion("x"), completion("y")])
     assert found == pytest.approx([total, first + 0.5], nan_ok=True)
@@ -752,7 +749,6 @@ def test_an_answer_that_is_no_list_is_refused_before_the_start_and_costs_its_gro
 ) -> None:
     """It is not taken for an error of the function, nor are an object's keys taken for rewards."""
     (own / "lists.py").write_text(f"def f(completions): return {answer}\n")
-    sys.modules.pop("lists", None)
     task = make(own, "lists:f")
     sentence = rf"lists:f gave {re.escape(said)}, which is not a list of numbers: give a number"
     with pytest.raises(ConfigError, match=sentence):
@@ -771,7 +767,6 @@ def test_a_generator_or_an_array_is_a_list_and_an_error_within_is_the_functions(
         "def array(completions): return numpy.array([len(one) for one in completions])\n"
         "def broken(completions): return [len(None) for _ in completions]\n"
     )
-    sys.modules.pop("lists", None)
     for name in ("drip", "array"):
         task = make(own, f"lists:{name}")
         task.try_rewards()
@@ -818,7 +813,6 @@ def test_a_function_that_needs_the_main_thread_is_refused_before_the_start(own: 
     (own / "verifying.py").write_text(VERIFYING)
     with pytest.raises(ConfigError, match=rf"verifying:{name} handles signals, .* parsing_timeout=None"):
         make(own, f"verifying:{name}").try_rewards()
-    sys.modules.pop("verifying")
 
 
 def test_math_verify_without_its_timeouts_works_in_any_thread(own: Path) -> None:

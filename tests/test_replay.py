@@ -217,7 +217,6 @@ OWN_CODE = {
 def test_a_replay_keeps_the_recorded_rewards_and_the_loss_of_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
     source = in_lockstep(tmp_path / "runs", task={"reward": "own_rewards:right"})
     for name, text in OWN_CODE.items():
         file = tmp_path / name
@@ -265,11 +264,8 @@ def test_a_replay_keeps_the_recorded_rewards_and_the_loss_of_the_working_directo
         replay(source.path, [*settings, "run.name=unlike"])
 
 
-def test_a_delay_that_the_bound_of_staleness_undoes_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_delay_that_the_bound_of_staleness_undoes_is_refused(tmp_path: Path) -> None:
     """Shards that are too old would be dropped, and the next ones come early: no data were any older."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
     source = in_lockstep(tmp_path, exchange={"max_staleness": 20})
     source.modules.mkdir()
     (source.modules / "own_model.py").write_text(OWN_MODEL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,6 @@ def tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HfTokenizer:
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i}+{i}="}) for i in range(6)))
     (tmp_path / "attack.txt").write_text("Say:")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "tagging", raising=False)
     return load_tokenizer(str(tmp_path))
 
 
