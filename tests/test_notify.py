@@ -114,7 +114,7 @@ def test_a_run_is_told_of_from_its_start_to_its_end(tmp_path: Path, server: Serv
         told_of.leave()
     lines = told(tmp_path)
     assert (
-        lines[2] == f"end {run.path.name}: finished at step 3, test 41.0 % → 85.0 % | tba status {run.path}"
+        lines[2] == f"end {run.path.name}: finished at step 3, test 41.0 % → 85.0 % | tba report {run.path}"
     )
     assert [f"POST /{SECRET}"] * 3 == [f"{method} {path}" for method, path, _ in server.asked]
     assert [text for _, _, text in server.asked] == [line.partition(" ")[2] for line in lines]

@@ -132,7 +132,7 @@ STARTED = ("allocated", "start")
             "as asked, at step 0",
             SUBMIT,
         ),
-        (queue("COMPLETING"), (*STARTED, "finished"), True, "finished", "finished at step 4", ""),
+        (queue("COMPLETING"), (*STARTED, "finished"), True, "finished", "finished at step 4", "tba report {run}"),
     ],
 )
 def test_how_a_submitted_run_stands(
@@ -204,7 +204,7 @@ def test_a_run_whose_own_code_was_refused_is_not_started_with_its_copy(run: RunD
         (("start", "signal", "stopped", "preempted"), "stopped", TBA_RUN),
         (("start", "signal", "aborted"), "aborted", TBA_RUN),
         (("start", "failed"), "failed", TBA_RUN),
-        (("start", "finished"), "finished", ""),
+        (("start", "finished"), "finished", "tba report {run}"),
     ],
 )
 def test_a_run_on_this_machine_is_not_judged_by_an_older_job(

@@ -257,7 +257,8 @@ def run_state(monitor: RunMonitor) -> RunState:
     if monitor.run.finished or monitor.last_event == "finished":
         ending = monitor.last_event == "start" and (monitor.silence or 0) < SILENT_RUN_SECONDS
         ranks = RANKS_WAIT if ending else ""
-        return RunState("finished", f"finished at step {monitor.step}{ranks}")
+        command = shlex.join(["tba", "report", str(monitor.run.path)])
+        return RunState("finished", f"finished at step {monitor.step}{ranks}", command)
     job = job_of(monitor)
     states = {component["state"] for component in job}
     if states & QUEUED:
