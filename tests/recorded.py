@@ -15,10 +15,12 @@ from tba_hpc.run.inventory import COMPLETE
 STEPS = 10
 
 
-def new_run(root: Path, model: Mapping[str, object] | None = None, **train: object) -> RunDir:
+def new_run(
+    root: Path, model: Mapping[str, object] | None = None, *, seed: int = 0, **train: object
+) -> RunDir:
     """A run directory without a metric. model, train: settings of these sections."""
     tree = {
-        "run": {"root": str(root), "name": "known"},
+        "run": {"root": str(root), "name": "known", "seed": seed},
         "model": {"path": "models/<tiny>", **(model or {})},
         "train": {"steps": STEPS, **train},
         "launch": {"searchers": 2},

@@ -17,6 +17,7 @@ from tba_hpc.commands.compare import (
     _score_of,
     compare,
     config_rows,
+    over_seeds,
     print_comparison,
     remarks,
     score_rows,
@@ -207,6 +208,28 @@ def test_scores_have_intervals_and_the_difference_to_the_first(runs: list[RunDir
     rows = [list(row.values()) for row in score_rows([first, second])][:3]
     assert [name for name, *_ in rows] == ["pass@1 before", "pass@1 after", "pass@1 after, minus the first"]
     assert rows[2][1] == "–" and rows[2][2].startswith("−35.0 points (")
+
+
+def test_runs_that_differ_only_in_their_seeds_have_a_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """50, 60 and 70 % right; another run has another rate, and a fifth has not finished."""
+    paths = []
+    for seed, (right, rate) in enumerate([(50, 1e-4), (60, 1e-4), (70, 1e-4), (90, 2e-4), (80, 1e-4)]):
+        run = new_run(tmp_path, seed=seed, learning_rate={"peak": rate})
+        evaluate(run, "test", 0, (20, 21))
+        evaluate(run, "test", 10, (right - 25, 25))
+        if right != 80:
+            run.mark_finished()
+        paths.append(run.path)
+    compared = compare(paths)
+    (sentence,) = over_seeds(compared)
+    assert sentence == (
+        "known, seeds 0, 1, 2: pass@1 after is 60.0 % on average, with a standard deviation of 10.0 points"
+    )
+    print_comparison(compared)
+    assert sentence in capsys.readouterr().out
+    assert over_seeds(compared[2:]) == []
 
 
 def test_equal_scores_look_equal_whatever_the_order_of_their_sums(tmp_path: Path) -> None:

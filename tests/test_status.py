@@ -132,7 +132,14 @@ STARTED = ("allocated", "start")
             "as asked, at step 0",
             SUBMIT,
         ),
-        (queue("COMPLETING"), (*STARTED, "finished"), True, "finished", "finished at step 4", "tba report {run}"),
+        (
+            queue("COMPLETING"),
+            (*STARTED, "finished"),
+            True,
+            "finished",
+            "finished at step 4",
+            "tba report {run}",
+        ),
     ],
 )
 def test_how_a_submitted_run_stands(

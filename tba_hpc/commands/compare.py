@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from tba_hpc.config import ConfigError, RewardSection, flat
@@ -177,7 +178,31 @@ def remarks(runs: Sequence[Compared]) -> list[str]:
     """Return what to bear in mind when the figures of these runs are compared."""
     codes = [_code(run.data.run) for run in runs]
     found = {LEFT_OUT: not share_reference(runs), OTHER_CODE: any(code != codes[0] for code in codes)}
-    return [remark for remark, holds in found.items() if holds]
+    return [*over_seeds(runs), *(remark for remark, holds in found.items() if holds)]
+
+
+def over_seeds(runs: Sequence[Compared]) -> list[str]:
+    """Return the mean and the sample standard deviation of the final scores of runs that differ only in seed.
+
+    Each group of at least two such runs has a sentence. Unfinished runs are left out.
+    """
+    groups: dict[str, list[Compared]] = {}
+    for run in runs:
+        setup = _histories(run.data) | _code(run.data.run)
+        if run.summary.finished and run.summary.score_after:
+            alike = {key: history for key, history in setup.items() if key not in (*NAMES, "run.seed")}
+            groups.setdefault(repr(alike), []).append(run)
+    return [_mean_over_seeds(group) for group in groups.values() if len(group) > 1]
+
+
+def _mean_over_seeds(runs: Sequence[Compared]) -> str:
+    data = runs[0].data
+    scores = [run.summary.score_after.value for run in runs if run.summary.score_after]
+    spread = stdev(scores)
+    deviation = mean_reward(spread) if data.graded else f"{100 * spread:.1f} points"
+    seeds = ", ".join(str(run.data.config.run.seed) for run in runs)
+    average = f"{data.show(fmean(scores))} on average, with a standard deviation of {deviation}"
+    return f"{data.config.run.name}, seeds {seeds}: {data.score_name} after is {average}"
 
 
 def _figures(run: Compared) -> dict[str, str]:
