@@ -371,14 +371,17 @@ def track(
 
 @app.command(rich_help_panel=TRAINING)
 def status(
-    run: RunPath,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or a folder of several.")],
     once: Annotated[bool, typer.Option("--once", help="Print the present state and end.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show RUN's progress live, on any machine that sees its directory."""
-    from tba_hpc.report.status import follow, print_status
+    """Show RUN's progress live, on any machine that sees its directory; of a folder's runs, a line each."""
+    from tba_hpc.report.status import follow, print_each, print_status
     from tba_hpc.run.slurm_queue import job_states
 
+    if not as_json and (inside := RunDir.inside(run)):
+        print_each(inside, job_states)
+        return
     run_dir = RunDir.open(run)
     if once or as_json:
         print_status(run_dir, job_states, as_json=as_json)

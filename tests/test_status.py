@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from recorded import evaluate, happen, new_run, resumed_run, save, search, step, write
 from rich.console import Console
+from typed import tba
 
 from tba_hpc.config import FIRST_ELASTIC, ConfigError, parse_config
 from tba_hpc.launch import stop
@@ -374,6 +375,22 @@ def test_the_view_follows_a_run_through_its_phases(run: RunDir) -> None:
     run.mark_finished()
     assert run_state(monitor).words.startswith("finished at step 10")
     assert "test 41.0 % → 90.0 %" in plain_line(monitor)
+
+
+def test_runs_of_a_folder_have_a_line_each(tmp_path: Path) -> None:
+    """One trains, one has finished, one is of a version to come."""
+    runs = [new_run(tmp_path, seed=seed) for seed in range(3)]
+    evaluate(runs[0], "test", 0, (20, 21))
+    happen(runs[0], time.time(), "start", attempt="attempt-001", trainers=1, searchers=2)
+    write(runs[0].metrics_file("trainer"), [step(s, time.time(), seconds=1.0) for s in (1, 2, 3)])
+    evaluate(runs[1], "test", 0, (20, 21))
+    evaluate(runs[1], "test", 10, (45, 45))
+    runs[1].mark_finished()
+    (runs[2].path / "format").write_text("99\n")
+    training, finished, other = tba("status", tmp_path).stdout.splitlines()
+    assert training == "known-seed0: training · step 3/10 · test before 41.0 %"
+    assert finished == "known-seed1: finished at step 0 · test 41.0 % → 90.0 %"
+    assert other.startswith("known-seed2: ") and "99" in other
 
 
 def test_a_clock_that_was_set_back_changes_no_word_and_no_rate(run: RunDir) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tba_hpc.config import Config
+from tba_hpc.config import Config, ConfigError
 from tba_hpc.core.ports import RIGHT_AND_ENDED
 from tba_hpc.core.wording import count, duration, percent
 from tba_hpc.report.alerts import line
@@ -235,6 +236,19 @@ def plain_line(monitor: RunMonitor) -> str:
     return " · ".join([*parts, *fault_words(monitor.faults), *worst])
 
 
+def overview_line(path: Path, queue: Queue) -> str:
+    """Return a run's name, state, progress and scores as one line of text. queue: see ``RunMonitor``."""
+    try:
+        monitor = RunMonitor(RunDir.open(path), queue)
+        monitor.update()
+    except ConfigError as error:  # as of a run of another version
+        return f"{path.name}: {error}"
+    now, steps = run_state(monitor), monitor.config.train.steps
+    progress = [f"step {monitor.step}/{steps}"] if monitor.step and not now.over else []
+    scores = [f"{title} {value}" for title, value in [*cells(monitor).items()][:2] if value != NOTHING]
+    return " · ".join([f"{path.name}: {now.words}", *progress, *scores])
+
+
 def panel(monitor: RunMonitor) -> RenderableType:
     """Return the display of a run for a terminal: its state, a progress bar, numbers and facts."""
     now, step, steps = run_state(monitor), monitor.step, monitor.config.train.steps
@@ -324,6 +338,13 @@ def follow(run: RunDir, queue: Queue) -> None:
             now = display.follow()
         if now.command:
             console.print(Text(f"next: {now.command}"), soft_wrap=True)
+
+
+def print_each(runs: Iterable[Path], queue: Queue) -> None:
+    """Print an ``overview_line`` of each run. queue: see ``RunMonitor``."""
+    console = Terminal()
+    for path in runs:
+        console.print(Text(overview_line(path, queue)), soft_wrap=True)
 
 
 def print_status(run: RunDir, queue: Queue, *, as_json: bool = False, console: Console | None = None) -> None:

@@ -201,7 +201,7 @@ class RunDir:
         """
         run = cls(path.absolute())
         if not run.config_file.is_file():
-            if inside := sorted(file.parent for file in path.glob("*/format")):
+            if inside := cls.inside(path):
                 remedy = f"it holds {count(len(inside), 'run')}; name one, such as {inside[-1]}"
             else:
                 remedy = (
@@ -212,6 +212,11 @@ class RunDir:
         run._refuse_another_format()
         os.umask(0o077)
         return run
+
+    @staticmethod
+    def inside(folder: Path) -> list[Path]:
+        """Return the run directories in a folder, by name."""
+        return sorted(file.parent for file in folder.glob("*/format"))
 
     @property
     def identity(self) -> int:
