@@ -33,7 +33,7 @@ from tba_hpc.run.changes import consequences, is_done, refuse_steps_behind, resu
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.events import log_event, run_command
+from tba_hpc.run.events import log_event, read_events, run_command
 from tba_hpc.run.files import DiskFullError, refused_file
 from tba_hpc.run.notes import Exit, write_note
 from tba_hpc.run.owners import OwnedError, owned, refuse_owned
@@ -180,9 +180,7 @@ def run(
             raise typer.Exit(code)
         with though_output_is_lost():
             steps = _show_results(run_dir, anew=not run_dir.finished, as_json=as_json)
-            if not run_dir.finished:
-                reached = f"stopped at step {steps}/{resolved.train.steps}"
-                typer.echo(f"{reached}; to resume: {run_command(run_dir)}", err=as_json)
+            _say_unfinished(run_dir, f"{steps}/{resolved.train.steps}", as_json=as_json)
 
 
 @app.command(rich_help_panel=TRAINING)
@@ -345,8 +343,9 @@ def replay_run(
     from tba_hpc.commands.replay import replay
 
     logging.basicConfig(level=logging.WARNING, format="tba: %(message)s")
-    made, _ = replay(run, overrides or [], delay=delay, at_once=at_once, partial=partial)
-    _show_results(made, anew=True, as_json=as_json)
+    made, config = replay(run, overrides or [], delay=delay, at_once=at_once, partial=partial)
+    steps = _show_results(made, anew=True, as_json=as_json)
+    _say_unfinished(made, f"{steps}/{config.train.steps}", as_json=as_json)
 
 
 @app.command(rich_help_panel=RESULTS)
@@ -731,6 +730,14 @@ def _open(path: Path, role: Role, index: int | None) -> RunDir:
     )
     with noting(RunDir(path), role, index):  # fails if another version was installed since the launch
         return RunDir.open(path)
+
+
+def _say_unfinished(run_dir: RunDir, reached: str, *, as_json: bool) -> None:
+    """Say why a run has ended before its last step, or how to resume it; say nothing if it is finished."""
+    if not run_dir.finished:
+        why = read_events(run_dir)[-1].get("sentence")
+        then = f": {why}" if why else f"; to resume: {run_command(run_dir)}"
+        typer.echo(f"stopped at step {reached}{then}", err=as_json)
 
 
 def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> int:

@@ -101,6 +101,17 @@ def alerted(changes: Values, scores: list[Evaluation] | None = None, **sections:
     return [alert.sentence for alert in found]
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"staleness/mean": lambda step: step - 1.0}, {"train/ess": lambda _: 0.01}]
+)
+def test_no_alert_of_a_replay_advises_fresher_data(wrong: Values) -> None:
+    """They cannot come: a lower bound would only drop what was recorded."""
+    given = trainer_of({**HEALTHY, **wrong}), config(train={"objective": "dr_grpo"}), SOLVED
+    told, told_of_replay = ([alert.sentence for alert in alerts(*given, replay=so)] for so in (False, True))
+    assert "exchange.max_staleness" in " ".join(told)
+    assert "exchange.max_staleness" not in " ".join(told_of_replay)
+
+
 def test_a_healthy_run_raises_no_alert_nor_one_that_has_not_begun() -> None:
     assert alerted({}) == alerts(TrainerDigest(), config(), []) == []
 
@@ -281,7 +292,6 @@ def test_what_goes_wrong_is_said_in_one_sentence_first(words: str, wrong: Case) 
         case({"staleness/mean": lambda step: step / 2}),  # drawn evenly from a growing buffer
         case({"staleness/mean": lambda step: step - 1.0}, exchange={"max_staleness": 100}),
         case({"staleness/mean": lambda step: 0.8 * step}, train={"steps": 10 * STEPS}),  # the first tenth
-        case({"staleness/mean": lambda step: STEPS - float(step)}),  # a replay of all at once
         case({"train/better_log_weight": always(-4.0)}, SOLVED),
         case({}, evaluated({10: 0.9, 20: 0.82, 40: 0.93})),  # a sag
         case({"train/flat_groups": always(0.95)}, SOLVED),

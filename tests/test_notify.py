@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
+import psutil
 import pytest
 from recorded import evaluate, happen, new_run, save, search, step, write
 from typed import tba
@@ -243,8 +244,9 @@ def test_in_a_chain_the_next_job_continues(
     (tmp_path / "squeue").write_text(f"#!/bin/sh\nprintf '%s\\n' '{rows[0]}' '{rows[1]}'\n")
     (tmp_path / "squeue").chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    for kind in ("allocated", "start", event):
-        happen(run, now, kind, job="99", attempt="attempt-001", trainers=1, searchers=2, nodes="n", code=137)
+    for kind in ("allocated", "start"):
+        happen(run, now, kind, job="99", attempt="attempt-001", trainers=1, searchers=2, nodes="n")
+    happen(run, now, event, job="99", **({"code": 137} if event == "failed" else {}))
     notify.Notifier(run, job_states, since=now - 1).leave()
     assert told(tmp_path)[-1].startswith(f"end {run.path.name}: {words.format(run=run.path)}")
 
@@ -422,6 +424,23 @@ def test_a_launcher_that_is_killed_is_told_of(tmp_path: Path) -> None:
     _until(lambda: len(told(tmp_path)) == 2)
     assert "or its machine was lost" in told(tmp_path)[1]
     assert told(tmp_path)[1].endswith(f"| tba run {run.path}")
+
+
+def test_slurms_signal_to_all_processes_of_a_job_does_not_end_the_messages(tmp_path: Path) -> None:
+    """Which come before the launcher has saved: how the run ended is known only afterwards."""
+    run = run_that_tells(tmp_path, command=to_file(tmp_path))
+    run.logs.mkdir(exist_ok=True)
+    with owned(run), notify.notified(run, run.config()):
+        happen(run, time.time(), "start", attempt="attempt-001", trainers=1, searchers=2)
+        _until(lambda: len(told(tmp_path)) == 1)
+        (beside,) = (child for child in psutil.Process().children() if "watch" in child.cmdline())
+        status = dict(
+            line.split(":\t") for line in Path(f"/proc/{beside.pid}/status").read_text().splitlines()
+        )
+        assert int(status["SigBlk"], 16) & 1 << signal.SIGTERM - 1
+        beside.terminate()
+        happen(run, time.time(), "stopped")
+    assert told(tmp_path)[1:] == [f"end {run.path.name}: stopped at step 0 | tba run {run.path}"]
 
 
 def test_who_ends_a_watch_of_his_own_ends_no_run(tmp_path: Path) -> None:

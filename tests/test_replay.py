@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import signal
 import sys
@@ -24,13 +25,16 @@ from test_loops import (
     make_config,
     make_searcher,
 )
+from typed import tba
 
+from tba_hpc.cli import replay_run
 from tba_hpc.commands.replay import read_recorded, replay, replay_config, train_on
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.core.types import Shard
 from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
 from tba_hpc.exchange.hdf5_shards import ShardError, read_sealed
 from tba_hpc.exchange.replay_exchange import Recording
+from tba_hpc.report.run_state import RunMonitor, RunState, run_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.history import History
 from tba_hpc.run.signals import StopFlag
@@ -273,6 +277,8 @@ def test_a_delay_that_the_bound_of_staleness_undoes_is_refused(tmp_path: Path) -
     refused = r"^--delay 4 makes data up to 24 steps old, .*=20 would drop: add .*max_staleness=24, or null$"
     with pytest.raises(ConfigError, match=refused):
         replay(source.path, settings, delay=4)
+    with pytest.raises(ConfigError, match=r"^--at-once makes .*=20 would drop them: .*max_staleness=null$"):
+        replay(source.path, settings, at_once=True)
     run, _ = replay(source.path, [*settings, "exchange.max_staleness=24"], delay=4)
     assert run.exported_step == len(steps_of(run))
 
@@ -313,11 +319,29 @@ def test_a_publish_that_was_put_off_to_the_end_is_put_off_again(tmp_path: Path) 
     assert finished and Recording.of(run).published == {0, 4, 9, 11}
 
 
-def test_where_the_shards_end_the_replay_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_the_shards_end_the_replay_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """And no searchers may join it then: a result of the recorded data would become one of others."""
     source, _ = record(tmp_path, **SYNCHRONOUS)
-    run, _, finished = again(source, "train.steps=30")
-    assert not finished and "used up: the replay ends at step 12" in caplog.text
+    source.modules.mkdir()
+    (source.modules / "own_model.py").write_text(OWN_MODEL)
+    settings = ["model.path=own_model:Model", "run.name=more", "train.steps=30"]
+    replay_run(source.path, settings, partial=True)
+    used_up = "the recorded shards are used up"
+    assert capfd.readouterr().out.splitlines()[-1] == f"stopped at step 12/30: {used_up}"
+    run = RunDir(source.path.with_name("more-seed0"))
     assert len(_losses(run)) == 12 and (run.export / "model.safetensors").exists() and not run.finished
+    monitor = RunMonitor(run)
+    monitor.update()
+    found = run_state(monitor)
+    assert found == RunState("stopped", f"stopped at step 12: {used_up}", f"tba report {run.path}")
+    words = [word for setting in settings for word in ("--set", setting)]
+    again = shlex.join(["tba", "replay", str(source.path), "--partial", *words])
+    for verb in ("run", "create"):
+        refused = tba(verb, run.path)
+        assert refused.returncode == 2
+        assert (
+            f"is a replay, which no searchers may join: to go on with it type {again}; to" in refused.stderr
+        )
 
 
 @pytest.mark.parametrize("override", ["train.objective=oapl", "train.reference=behaviour"])

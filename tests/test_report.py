@@ -309,7 +309,7 @@ def test_code_that_a_resume_changed_is_told_beside_the_scores(
         ("7", ("signal", "stopped", "requeue"), "preempted or out of time, back to the queue"),
         ("7", ("draining", "signal", "stopped", "requeue"), "a node drained, back to the queue"),
         ("7", ("stopped", "requeue"), "the ranks were asked to stop, or out of time, back to the queue"),
-        ("7", ("stopped", "preempted"), "preempted or out of time"),
+        ("7", ("stopped", "preempted"), "preempted, cancelled or out of time"),
     ],
 )
 def test_the_page_tells_why_ranks_stopped(run: RunDir, job: str, kinds: tuple[str, ...], words: str) -> None:

@@ -7,8 +7,8 @@ generator's, and ``model.logprob_temperature``.
 from __future__ import annotations
 
 import json
-import logging
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,16 +30,15 @@ from tba_hpc.run import modules
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.changes import is_done
 from tba_hpc.run.directory import RunDir, ShardKey
+from tba_hpc.run.events import log_event
 from tba_hpc.run.files import write_atomic
 from tba_hpc.run.owners import owned
-
-log = logging.getLogger(__name__)
 
 RECORDED = ("task.", "generator.", "model.logprob_temperature")
 """Prefixes of the config keys that determined the samples, so that a replay cannot change them."""
 
-NOTE = "replay.json"
-"""File in a replay's directory, with the recorded run's path, ``delay`` and ``at_once`` (see ``replay``)."""
+USED_UP = "the recorded shards are used up"
+"""Why a replay ends before its last step if nobody has asked it to."""
 
 
 def replay(
@@ -58,30 +57,39 @@ def replay(
     source = RunDir.open(path)
     recorded = source.config()
     config = replay_config(source, recorded, Recording.of(source).steps, overrides)
-    _refuse_dropping(recorded, config, delay)
+    _refuse_dropping(recorded, config, delay, at_once=at_once)
     recording, read = read_recorded(source, recorded, config, partial=partial)
     recording = recording.at_once() if at_once else recording.delayed(delay)
     run = RunDir.check(config)
-    note = {"of": str(source.path.resolve()), "delay": delay, "at_once": at_once}
+    of = str(source.path.resolve())
+    note = {"of": of, "delay": delay, "at_once": at_once}
     _refuse_another(run, note)
     if is_done(run, config):
         return run, config
     with owned(run):
         create_run(config)
         _keep_code(run, config, source)
-        write_atomic(run.path / NOTE, json.dumps(note))
-        run.begin_attempt()
+        flags = [f"--delay={delay}"] * (delay > 0) + ["--at-once"] * at_once + ["--partial"] * partial
+        settings = [word for override in overrides for word in ("--set", override)]
+        command = shlex.join(["tba", "replay", of, *flags, *settings])
+        write_atomic(run.replay_note, json.dumps({**note, "command": command}))
+        log_event(run, "start", attempt=run.begin_attempt().name, trainers=1, searchers=0)
         with tracked(run, config):
             train_on(run, config, recording, read)
     return run, config
 
 
-def _refuse_dropping(recorded: Config, config: Config, delay: int) -> None:
-    """Raise ConfigError if a delay would make data older than the replay's bound.
+def _refuse_dropping(recorded: Config, config: Config, delay: int, *, at_once: bool) -> None:
+    """Raise ConfigError if ``delay`` or ``at_once`` would make data older than the replay's bound.
 
-    Such data would be dropped, and later shards would come early instead.
+    Such data would be dropped. Later shards would come early instead, or the replay would end early.
     """
     bound, before = config.exchange.max_staleness, recorded.exchange.max_staleness
+    if at_once and bound is not None:
+        raise ConfigError(
+            f"--at-once makes data as old as the replay has steps, and exchange.max_staleness={bound} would "
+            "drop them: add --set exchange.max_staleness=null"
+        )
     if delay and bound is not None and before is not None and bound < before + delay:
         raise ConfigError(
             f"--delay {delay} makes data up to {before + delay} steps old, which exchange.max_staleness="
@@ -91,7 +99,8 @@ def _refuse_dropping(recorded: Config, config: Config, delay: int) -> None:
 
 def _refuse_another(run: RunDir, wanted: Mapping[str, object]) -> None:
     """Raise ConfigError if the run directory holds results of anything but the replay with this note."""
-    known = json.loads((run.path / NOTE).read_text()) if (run.path / NOTE).exists() else {}
+    known = json.loads(run.replay_note.read_text()) if run.replay_note.exists() else {}
+    known.pop("command", None)
     same = known and {**known, "of": str(Path(known["of"]).resolve())} == wanted
     if not (same or run.came_to_nothing):
         found = f"the replay {json.dumps(known)}" if known else "no replay"
@@ -159,8 +168,7 @@ def train_on(
 
     with runtime.leading(run, config, learner, opened, freshness=Unhurried) as trainer:
         finished = trainer.run()
-        if trainer.exchange.stop_requested:
-            log.warning("the recorded shards are used up: the replay ends at step %d", trainer.step)
+        used_up = trainer.exchange.stop_requested and not (finished or trainer.stop_asked())
         trainer.log_event("finished" if finished else "stopped")
         if not trainer.stop_asked():
             learner.export(run.export)
@@ -169,6 +177,7 @@ def train_on(
     trainer.metrics.close()
     if finished:
         run.mark_finished()
+    log_event(run, "finished" if finished else "stopped", **({"sentence": USED_UP} if used_up else {}))
     return finished
 
 

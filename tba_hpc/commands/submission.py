@@ -31,7 +31,7 @@ from tba_hpc.launch.plan import (
 from tba_hpc.launch.sbatch import batch_script, job_of
 from tba_hpc.run import modules, slurm_queue
 from tba_hpc.run.changes import create as create_run
-from tba_hpc.run.changes import refuse_steps_behind
+from tba_hpc.run.changes import refuse_replay, refuse_steps_behind
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.owners import refuse_owned
@@ -153,8 +153,12 @@ def file_and_overrides(path: Path, overrides: Sequence[str]) -> tuple[Path, list
 
 
 def load_anchored(path: Path, overrides: Sequence[str]) -> Config:
-    """Load a config and make its relative paths absolute, for use in any folder. Raises ConfigError."""
+    """Load the config of a run to start, and make its relative paths absolute, for use in any folder.
+
+    Raises ConfigError, also if the run is a replay.
+    """
     config = load_config(path, list(overrides))
+    refuse_replay(RunDir(config.run_dir.absolute()))
     named = resources(config, of_custom_task=False)
     paths = {one.key: one.name for one in named if is_path(one) and Path(one.name).exists()}
     paths["run.root"] = config.run.root

@@ -69,12 +69,14 @@ class Alert:
 class View:
     """Data by which a rule decides whether there is an alert.
 
-    evaluations: complete evaluations of both splits, in any order.
+    evaluations: complete evaluations of both splits, in any order. replay: whether the run is a replay, for
+    which no fresher data can come.
     """
 
     trainer: TrainerDigest
     config: Config
     evaluations: Sequence[Evaluation]
+    replay: bool = False
 
     @property
     def trends(self) -> Trends:
@@ -121,6 +123,8 @@ class View:
     def fresher(self) -> tuple[str, ...]:
         """Clause that advises fresher data by exchange.max_staleness; empty if they cannot be fresher."""
         now = self.config.exchange.max_staleness
+        if self.replay:
+            return ()
         if now is None:
             return ("bound exchange.max_staleness",)
         return (f"lower exchange.max_staleness (now {now})",) if now else ()
@@ -148,9 +152,11 @@ class View:
         return (now, since) if now is not None and since is not None and is_wrong(now) else None
 
 
-def alerts(trainer: TrainerDigest, config: Config, evaluations: Sequence[Evaluation]) -> list[Alert]:
-    """Return the alerts that a run raises, the worst first."""
-    view = View(trainer, config, evaluations)
+def alerts(
+    trainer: TrainerDigest, config: Config, evaluations: Sequence[Evaluation], *, replay: bool = False
+) -> list[Alert]:
+    """Return the alerts that a run raises, the worst first. replay: see ``View``."""
+    view = View(trainer, config, evaluations, replay)
     return [alert for rule in RULES if (alert := rule(view))]
 
 
@@ -509,12 +515,12 @@ def first_samples(view: View) -> Alert | None:
     If all data were the initial model's, their mean age would be half of the steps. If they were drawn evenly
     from all that was ever sampled, it would be a quarter. The threshold lies in between.
     """
-    steps, ages = view.trainer.step, view.values("staleness/mean")
+    steps = view.trainer.step
     age = view.trends.curves["staleness/mean"].mean
     early = max(EARLY_STEPS, view.config.train.steps // 5)  # at first, most data are early
-    if age is None or steps < early or view.config.exchange.max_staleness is not None:
+    if view.replay or age is None or steps < early or view.config.exchange.max_staleness is not None:
         return None
-    if age <= 0.35 * steps or ages[0] > age:  # in a replay ``at_once``, ages fall at first
+    if age <= 0.35 * steps:
         return None
     return _alert(
         f"data were {_few(age)} steps old on average over {steps} steps",

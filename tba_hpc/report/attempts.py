@@ -38,7 +38,7 @@ FAULTS = {
 WHY_REQUEUED = (
     (("draining",), "a node drained"),
     (("signal",), "preempted or out of time"),
-    (("preempted",), "preempted or out of time"),
+    (("preempted",), "preempted, cancelled or out of time"),
     (("stopped", "requeue"), "the ranks were asked to stop, or out of time"),
     (("requeue",), "nodes unreachable"),
     ((), "ended by Slurm (requeued, preempted or a node lost)"),

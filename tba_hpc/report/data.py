@@ -171,7 +171,8 @@ class RunData:
     @property
     def alerts(self) -> list[Alert]:
         """Current alerts, the worst first."""
-        found = alerts(self.trainer, self.config, list(self.evaluations.values()))
+        replay = self.run.replay_note.exists()
+        found = alerts(self.trainer, self.config, list(self.evaluations.values()), replay=replay)
         unsent = failed_tracker(self.run, self.config)
         return [*found, unsent] if unsent else found
 

@@ -248,8 +248,8 @@ def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
     """Send messages about a run until the run is finished or this process gets SIGTERM or SIGINT.
 
     queue: see ``RunMonitor``. beside: whether a launcher or batch script started this process and sends it
-    SIGTERM when it ends itself. If so, the end of the run is also reported. Raises ConfigError if run.notify
-    is not set, or if a variable that it names holds no address.
+    such a signal when it ends itself. If so, the end of the run is also reported. Raises ConfigError if
+    run.notify is not set, or if a variable that it names holds no address.
     """
     config = run.config()
     if not config.run.notify.wanted:
@@ -266,7 +266,7 @@ def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see _wait_with_signals
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see _wait_with_signals
     notifier = Notifier(run, queue, since=psutil.Process().create_time() - BOOT_SECONDS, beside=beside)
     while not asked.is_set():
         with suppress(OSError):  # the run's folder may be unreachable for a while
@@ -297,7 +297,7 @@ def notified(run: RunDir, config: Config) -> Iterator[None]:
         yield
     finally:
         if process:
-            process.terminate()
+            process.send_signal(signal.SIGINT)
             try:
                 process.wait(START_SECONDS + END_SECONDS)
             except subprocess.TimeoutExpired:
@@ -305,9 +305,9 @@ def notified(run: RunDir, config: Config) -> Iterator[None]:
 
 
 def _wait_with_signals(parent: int) -> None:
-    """Make the kernel send SIGTERM to this new process when ``parent`` ends.
+    """Make the kernel send SIGINT to this new process when ``parent`` ends.
 
-    The signal is blocked until ``watch`` unblocks it.
+    The signal is blocked until ``watch`` unblocks it. SIGTERM stays blocked: Slurm sends it to all processes
+    of a job that it ends, before the run has saved its last checkpoint.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    die_with(parent, signal.SIGTERM)
+    die_with(parent, signal.SIGINT, blocked={signal.SIGINT, signal.SIGTERM})

@@ -257,8 +257,7 @@ def run_state(monitor: RunMonitor) -> RunState:
     if monitor.run.finished or monitor.last_event == "finished":
         ending = monitor.last_event == "start" and (monitor.silence or 0) < SILENT_RUN_SECONDS
         ranks = RANKS_WAIT if ending else ""
-        command = shlex.join(["tba", "report", str(monitor.run.path)])
-        return RunState("finished", f"finished at step {monitor.step}{ranks}", command)
+        return RunState("finished", f"finished at step {monitor.step}{ranks}", _report(monitor))
     job = job_of(monitor)
     states = {component["state"] for component in job}
     if states & QUEUED:
@@ -266,6 +265,11 @@ def run_state(monitor: RunMonitor) -> RunState:
     if states & {*WITH_NODES, NO_ANSWER}:
         return _with_hint(monitor, _in_a_job(monitor, job, states))
     return _after_a_job(monitor, job) if job else _without_a_job(monitor)
+
+
+def _report(monitor: RunMonitor) -> str:
+    """Return the command that shows the results."""
+    return shlex.join(["tba", "report", str(monitor.run.path)])
 
 
 def job_of(monitor: RunMonitor) -> list[QueueEntry]:
@@ -354,13 +358,13 @@ def _without_a_job(monitor: RunMonitor) -> RunState:
 
 
 def _with_next(monitor: RunMonitor, ended: RunState) -> RunState:
-    """Add the command that resumes the run.
+    """Add the command that resumes the run, unless the state has another.
 
     After a refusal no command is added if the run has a copy of the user's code, because a resume would use
     the copy, not what the user has mended.
     """
     copy_refused = ended.state == "refused" and monitor.run.modules.is_dir()
-    return ended if copy_refused else replace(ended, command=monitor.resume_command)
+    return ended if copy_refused or ended.command else replace(ended, command=monitor.resume_command)
 
 
 def _ended(monitor: RunMonitor) -> RunState | None:
@@ -369,11 +373,15 @@ def _ended(monitor: RunMonitor) -> RunState | None:
     match monitor.last_event:
         case "refused":
             return RunState("refused", note)
+        case "stopped" if note:  # a replay without shards: typing the command again would change nothing
+            return RunState("stopped", f"stopped at step {step}: {note}", _report(monitor))
         case "stopped":
             return RunState("stopped", f"stopped at step {step}")
         case "preempted":
             goes_on = "it goes on if its batch script queues again"
-            return RunState("stopped", f"stopped at step {step}, preempted or out of time: {goes_on}")
+            return RunState(
+                "stopped", f"stopped at step {step}, preempted, cancelled or out of time: {goes_on}"
+            )
         case "changed":
             end = monitor.config.train.steps
             return RunState(

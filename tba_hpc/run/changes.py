@@ -9,7 +9,7 @@ from tba_hpc.config import Config, ConfigError, differences, value_text
 from tba_hpc.core import schedules
 from tba_hpc.run.checkpoints import latest_checkpoint, step_of
 from tba_hpc.run.directory import PER_START, RunDir
-from tba_hpc.run.events import log_event
+from tba_hpc.run.events import log_event, run_command
 from tba_hpc.run.inputs import forget_inputs
 from tba_hpc.run.owners import holders
 
@@ -51,7 +51,7 @@ def export_notice(run: RunDir) -> str:
     exported, step = run.exported_step, reached(run)
     if exported is None or exported >= step:
         return ""
-    newer = shlex.join(["tba", "run", str(run.path), "--set", f"train.steps={step}"])
+    newer = f"{run_command(run)} --set train.steps={step}"
     return f"this model is of step {exported}, and the run has reached step {step}; to export that: {newer}"
 
 
@@ -66,6 +66,16 @@ def refuse_steps_behind(run: RunDir, config: Config) -> None:
         raise ConfigError(
             f"train.steps={config.train.steps} is less than the {step} steps that {run.path} has done: give "
             f"at least {step} to resume it, or choose another run.name to start afresh"
+        )
+
+
+def refuse_replay(run: RunDir) -> None:
+    """Raise ConfigError if the run is a replay, because searchers would bring it other data."""
+    if run.replay_note.exists():
+        raise ConfigError(
+            f"{run.path} is a replay, which no searchers may join: to go on with it type {run_command(run)}; "
+            "to train on from its model, start another run with model.path="
+            f"{shlex.quote(str(run.export))}"
         )
 
 

@@ -118,6 +118,8 @@ class RunDir:
     """One folder per split and step with the searchers' parts, which later become one file."""
     owners = _Below("owners")
     """Claims of the launcher and the ranks that work on the run; see ``run.owners``."""
+    replay_note = _Below("replay.json")
+    """Only in a replay: which run it replays and how, and the command that goes on with it."""
     export = _Below("export")
     """The trained model as a Hugging Face folder."""
     export_step = _Below("export-step")

@@ -44,9 +44,10 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
     start       the ranks are about to be started; ``attempt``: "attempt-003", ``trainers``, ``searchers``
     failed      a rank failed, and all ranks have ended; ``code``: exit status
     aborted     the user killed the ranks by pressing Ctrl-C twice
-    stopped     the ranks ended because they were asked to, or because the job's time was over
+    stopped     the ranks ended because they were asked to, or because the job's time was over; or a
+                replay ended for lack of shards; ``sentence``: says so
     signal      the batch script, or ``tba run``, was asked to stop
-    preempted   ``tba run`` leaves a job that was preempted or out of time, which may queue again
+    preempted   ``tba run`` leaves a job that was preempted, cancelled or out of time, and may queue again
     requeue     the batch script puts its job back into the queue
     unreachable ``nodes`` do not answer, or Slurm has taken them out of the job
     unhealthy   ``nodes`` failed the check before a start, so the job excludes them from its next start
@@ -78,7 +79,10 @@ def read_events(run: RunDir) -> list[dict[str, Any]]:
 
 
 def run_command(run: RunDir) -> str:
-    """Return the command that resumes the run on this machine."""
+    """Return the command that resumes the run here: ``tba replay`` for a replay, otherwise ``tba run``."""
+    if run.replay_note.exists():
+        note = json.loads(read_regular(run.replay_note))
+        return str(note.get("command") or shlex.join(["tba", "replay", note["of"]]))  # older notes have none
     return shlex.join(["tba", "run", str(run.path)])
 
 

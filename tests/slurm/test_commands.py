@@ -285,10 +285,16 @@ def _command(pid: int) -> list[str]:
 
 
 def _own_script(cluster: Cluster, folder: Path, time: str) -> tuple[RunDir, int, Path]:
-    """Submit the batch script that docs/slurm.md shows; the run, its job and the job's log."""
+    """Submit the batch script that docs/slurm.md shows; the run, its job and the job's log.
+
+    Messages about the run are written to the file ``told`` in the folder.
+    """
+    (folder / "tell.sh").write_text(f'#!/bin/sh\necho "$1" >> {folder}/told\n')
+    (folder / "tell.sh").chmod(0o700)
     page = (REPOSITORY / "docs/slurm.md").read_text()
     script = textwrap.dedent(page.partition("## A batch script of your own\n")[2].partition("\n\n")[0])
     settings = [f"run.root={folder}", "train.steps=10000", "model.path=lab.tabular:Slow"]
+    settings.append(f"run.notify.command={folder}/tell.sh")
     edits = {
         "--time=12:00:00": f"--time={time} --output={folder}/log",
         ".venv/bin/activate": f"{Path(sys.executable).parent}/activate",
@@ -335,6 +341,9 @@ def test_a_cancelled_batch_script_of_ones_own_saves_and_does_not_queue_again(
     assert cluster.wait(job) == "CANCELLED", log.read_text()
     until(lambda: _events(run) == ["signal", "stopped", "preempted"], "the end of tba run", 60)
     assert latest_checkpoint(run) and stop.stop(run).startswith(f"nobody is at work on {run.path}; to resume")
+    started, ended = (tmp_path / "told").read_text().splitlines()
+    assert started.startswith("tabular-seed0: started at step 0")
+    assert ended.startswith("tabular-seed0: stopped at step ") and ended.endswith(f"| tba run {run.path}")
 
 
 def test_seeds_become_a_job_each_after_another_run(
