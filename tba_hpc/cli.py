@@ -520,6 +520,7 @@ def plan_run(
 
     fits = planner.plan_run(
         load_config(*file_and_overrides(config, overrides or [])),
+        overrides or [],
         site=site,
         gpu=gpu,
         gpus=gpus,

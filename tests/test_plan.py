@@ -67,6 +67,27 @@ def test_ranks_follow_from_nodes(
             assert part.ranks_per_node * part.cpus_per_rank <= Site().cpus_per_node
 
 
+@pytest.mark.parametrize(
+    ("launch", "engine", "gpus", "ranks"),
+    [
+        ((4, 4), 1, 8, (4, 4)),
+        ((1, 7), 1, 8, (1, 7)),
+        ((4, 2), 2, 8, (4, 2)),
+        ((4, 4), 1, 4, (1, 3)),  # of another node
+        ((4, 3), 1, 8, (2, 6)),  # one GPU would stay idle
+        ((8, 0), 1, 8, (2, 6)),  # elastic ones alone would search
+    ],
+)
+def test_a_node_that_the_configs_ranks_fill_is_split_as_it_says(
+    launch: tuple[int, int], engine: int, gpus: int, ranks: tuple[int, int]
+) -> None:
+    tree = _config(8, engine).model_dump(mode="json")
+    ours = [f"launch.trainers={launch[0]}", f"launch.searchers={launch[1]}", "launch.elastic=1"]
+    config = parse_config(tree, ours)
+    split = plan(config, Site(gpus_per_node=gpus), 1)
+    assert (split.trainer.ranks, split.searcher.ranks) == ranks
+
+
 def test_the_split_is_told_in_words() -> None:
     assert plan(_config(8), Site(), 8).why == (
         "2 nodes to train (one in four, at least one) and 6 nodes to search: 8 trainer ranks, 24 searchers"
@@ -122,11 +143,18 @@ def test_idle_gpus_are_remarked_with_what_would_fill_them() -> None:
 
 
 def test_numbers_of_ranks_are_not_for_slurm() -> None:
-    refuse_rank_overrides(["train.steps=3", "launch.timeout_seconds=900"])
+    config, site = _config(), Site()
+    several, one = plan(config, site, 2), plan(config, site, 1)
+    refuse_rank_overrides(["train.steps=3", "launch.timeout_seconds=900"], config, site, several)
     with pytest.raises(
         ConfigError, match=r"--set launch.trainers=3 has no effect under Slurm.* --nodes and "
     ):
-        refuse_rank_overrides(["train.steps=3", "launch.trainers=3"])
+        refuse_rank_overrides(["train.steps=3", "launch.trainers=3"], config, site, several)
+    refuse_rank_overrides(["launch.trainers=1", "launch.searchers=3"], config, site, one)
+    with pytest.raises(
+        ConfigError, match=r"--set launch.trainers=2 has no effect: .* all of its 4 GPUs: set"
+    ):
+        refuse_rank_overrides(["launch.trainers=2"], config, site, one)
 
 
 def test_the_form_is_het_where_the_site_has_it_and_there_are_nodes_to_part() -> None:

@@ -15,7 +15,7 @@ from known_models import KNOWN, cache_shapes
 from typed import tba
 
 from tba_hpc.checks.planner import as_values
-from tba_hpc.checks.planner.advice import MORE_TRAINERS, advice
+from tba_hpc.checks.planner.advice import advice
 from tba_hpc.checks.planner.estimate import (
     SEARCHER,
     TRAINER,
@@ -353,17 +353,17 @@ def test_advice_omits_what_the_config_does_and_leads_to_a_run_that_fits() -> Non
     """The shipped config has checkpointing and ZeRO-3, and a reference beside each engine."""
     assert _advice() == [
         f"a trainer takes less with a smaller train.tokens_per_micro_batch (at least 3072), "
-        f"{MORE_TRAINERS}, {OFFLOAD} or model.lora",
+        f"more launch.trainers, {OFFLOAD} or model.lora",
         "a searcher takes less with train.reference.scored_by=trainer or a smaller "
         "generator.gpu_memory_utilization",
     ]
     assert _advice("train.reference.scored_by=trainer", "train.tokens_per_micro_batch=3072", OFFLOAD) == []
     assert _advice("train.reference.scored_by=trainer", "train.tokens_per_micro_batch=3072") == [
-        f"a trainer takes less with {MORE_TRAINERS}, train.reference.scored_by=searcher, {OFFLOAD} or "
+        f"a trainer takes less with more launch.trainers, train.reference.scored_by=searcher, {OFFLOAD} or "
         "model.lora"
     ]
     assert _advice("train.tokens_per_micro_batch=3072", OFFLOAD, "launch.trainers=1")[0] == (
-        f"a trainer takes less with {MORE_TRAINERS} or model.lora"
+        "a trainer takes less with more launch.trainers or model.lora"
     )
     assert _advice("generator.gpu_memory_utilization=0.99", "train.reference.scored_by=trainer")[1] == (
         "a searcher takes less with a smaller generator.gpu_memory_utilization"
@@ -372,7 +372,7 @@ def test_advice_omits_what_the_config_does_and_leads_to_a_run_that_fits() -> Non
     less = ("train.zero_stage=2", "train.gradient_checkpointing=false", "launch.trainers=1", OFFLOAD)
     assert _advice(*less)[0] == (
         "a trainer takes less with train.gradient_checkpointing=true, a smaller "
-        "train.tokens_per_micro_batch (at least 3072), train.zero_stage=3 with several launch.trainers or "
+        "train.tokens_per_micro_batch (at least 3072), train.zero_stage=3 with more launch.trainers or "
         "model.lora"
     )
 
@@ -380,7 +380,7 @@ def test_advice_omits_what_the_config_does_and_leads_to_a_run_that_fits() -> Non
 def test_advice_never_shrinks_a_cache_that_is_too_small() -> None:
     small = ("generator.gpu_memory_utilization=0.45", "train.tokens_per_micro_batch=4096")
     assert _advice(*small, "train.reference.scored_by=trainer") == [
-        f"a trainer takes less with {MORE_TRAINERS}, {OFFLOAD} or model.lora",
+        f"a trainer takes less with more launch.trainers, {OFFLOAD} or model.lora",
         "a sequence fits into the KV cache with a larger generator.gpu_memory_utilization, more GPUs for an "
         "engine (generator.tensor_parallel) or a smaller model.context_length",
     ]
@@ -393,6 +393,30 @@ def test_advice_never_shrinks_a_cache_that_is_too_small() -> None:
         "(generator.tensor_parallel)"
     )
     assert _advice("generator.tensor_parallel=8", gpu="h200-141") == [], "no key but the one in the problem"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "more"),
+    [
+        (None, "more launch.trainers"),
+        (1, "more launch.trainers and fewer launch.searchers"),
+        (4, "more --trainer-nodes"),
+    ],
+)
+def test_more_trainers_are_advised_where_they_count(nodes: int | None, more: str) -> None:
+    config = _qwen7b("train.tokens_per_micro_batch=3072", OFFLOAD, "launch.trainers=1")
+    said = next(advice(config, estimate(config, GPUS["a100-40"]), nodes))
+    assert said == f"a trainer takes less with {more} or model.lora"
+
+
+def test_a_7b_model_fits_one_node_of_eight_a100s_as_its_config_splits_them(tmp_path: Path) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("{gpus_per_node: 8, cpus_per_node: 64}")
+    of_a_node = ("plan", "math_qwen7b", "--site", site, "--nodes", 1, "--gpu", "a100-80")
+    done = tba(*of_a_node)
+    assert done.returncode == 0 and "4 trainers, 4 searchers on 1 node with 8 a100-80" in done.stdout
+    refused = tba(*of_a_node, "--set", "launch.trainers=8")
+    assert refused.returncode == 2 and "launch.trainers=8 has no effect: on one node" in refused.stderr
 
 
 def test_ranks_that_share_gpus_are_given_gpus_not_more_ranks() -> None:
@@ -431,7 +455,7 @@ def test_the_command_prints_all_and_its_status() -> None:
     assert named.returncode == 1 and "does not fit: h100-80 with trainer" in named.stdout
     assert "assumed: GPUs of the kind h100-80 (--gpu), a mean of" in named.stdout
     assert "of the kind" not in tba("plan", "math_gsm8k", "--gpu", "h100-80").stdout
-    assert f"a trainer takes less with {MORE_TRAINERS}, " in " ".join(named.stdout.split())
+    assert "a trainer takes less with more launch.trainers, " in " ".join(named.stdout.split())
     assert "a searcher takes less" not in named.stdout
 
 

@@ -106,15 +106,15 @@ class Submission:
     def resolve(self, site: Site) -> tuple[Config, Plan]:
         """Return the run's config, and the plan that places its ranks on nodes of ``site``.
 
-        The numbers of ranks follow from the nodes. Local paths in the config are made absolute, so that they
-        are valid on every node. Raises ConfigError.
+        The numbers of ranks follow from the nodes (``launch.plan.plan``). Local paths in the config are made
+        absolute, so that they are valid on every node. Raises ConfigError.
         """
-        refuse_rank_overrides(self.overrides)
         root = [f"run.root={json.dumps(str(self.run_root))}"] if self.run_root else []
         path, overrides = file_and_overrides(self.config, [*self.overrides, *root])
-        # The plan gives the number of trainers. The config for the plan has one, which every config allows.
-        first = load_config(path, [*overrides, "launch.trainers=1"])
+        # On several nodes the plan gives the number of trainers. Every config allows one.
+        first = load_config(path, overrides if self.nodes == 1 else [*overrides, "launch.trainers=1"])
         split = plan(first, site, self.nodes, self.trainer_nodes, homogeneous=self.homogeneous)
+        refuse_rank_overrides(self.overrides, first, site, split)
         return load_anchored(path, [*overrides, *split.overrides]), split
 
 

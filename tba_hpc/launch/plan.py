@@ -357,15 +357,23 @@ class Plan:
         return [f"launch.trainers={self.trainer.ranks}", f"launch.searchers={self.searcher.ranks}"]
 
 
-def refuse_rank_overrides(overrides: Sequence[str]) -> None:
-    """Raise ConfigError if overrides set the numbers of ranks, which under Slurm follow from the nodes."""
+def refuse_rank_overrides(overrides: Sequence[str], config: Config, site: Site, split: Plan) -> None:
+    """Raise ConfigError if overrides set numbers of ranks that are not those of the plan ``split``."""
     for override in overrides:
         key = override.partition("=")[0].strip()
-        if key in ("launch.trainers", "launch.searchers"):
+        if key not in ("launch.trainers", "launch.searchers") or override in split.overrides:
+            continue
+        if split.nodes > 1:
             raise ConfigError(
                 f"--set {override} has no effect under Slurm, where the number of ranks follows from that of "
                 "nodes: use --nodes and --trainer-nodes; the site file sets the number of ranks on a node"
             )
+        units, engine = _units(config, site)
+        each = f"; a searcher takes {engine}" if engine > 1 else ""
+        raise ConfigError(
+            f"--set {override} has no effect: on one node launch.trainers and launch.searchers count only if "
+            f"they take all of its {count(units, _unit(site))}{each}: set both, so that they do"
+        )
 
 
 def plan(
@@ -373,9 +381,10 @@ def plan(
 ) -> Plan:
     """Split the nodes of a job between the roles: ``trainer_nodes`` train, the rest search.
 
-    nodes: number of nodes; both roles share a single one. trainer_nodes: None means one node in four, as in
-    the paper, but at least one. It may equal ``nodes`` if elastic searchers can join (launch.elastic).
-    homogeneous: use one allocation even if the site has het jobs. Raises ConfigError for an impossible split.
+    nodes: number of nodes; both roles share a single one (``_within_a_node``). trainer_nodes: None means one
+    node in four, as in the paper, but at least one. It may equal ``nodes`` if elastic searchers can join
+    (launch.elastic). homogeneous: use one allocation even if the site has het jobs. Raises ConfigError for an
+    impossible split.
     """
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes} is too few: ask for at least 1")
@@ -429,7 +438,10 @@ def _trainers(config: Config, site: Site, nodes: int, units: int) -> Component:
 
 
 def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, units: int, engine: int) -> Plan:
-    """Split a single node between both roles; at most one GPU in four trains, but at least one.
+    """Split a single node between both roles.
+
+    The config's numbers of ranks count if they take all units of the node. Otherwise at most one unit in four
+    trains, but at least one.
 
     units, engine: as ``_units`` returns them. Raises ConfigError if the node is too small or
     ``trainer_nodes`` is not None.
@@ -439,8 +451,10 @@ def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, units:
             f"--trainer-nodes {trainer_nodes} does not go with --nodes 1, where both roles share the node: "
             "remove the option"
         )
-    ranks = _divisor(config, max(1, units // 4))
-    searchers = (units - ranks) // engine
+    ranks, searchers = config.launch.trainers, config.launch.searchers
+    if ranks + searchers * engine != units or not searchers:
+        ranks = _divisor(config, max(1, units // 4))
+        searchers = (units - ranks) // engine
     if searchers < 1:
         more = "" if site.gpus_per_node else ", or raise ranks_per_node in the site file"
         raise ConfigError(

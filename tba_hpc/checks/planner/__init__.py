@@ -23,7 +23,7 @@ from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.core.tuned import beyond_tuned
 from tba_hpc.core.types import TOP_LOGPROBS
 from tba_hpc.core.wording import count
-from tba_hpc.launch.plan import Site, load_site, plan
+from tba_hpc.launch.plan import Site, load_site, plan, refuse_rank_overrides
 from tba_hpc.report.tables import Terminal
 
 DEFAULT_GPU = "h100-80"
@@ -35,6 +35,7 @@ CAVEAT = "Computed from the config and from data sheets, not measured."
 
 def plan_run(
     config: Config,
+    overrides: Sequence[str] = (),
     *,
     site: Path | None,
     gpu: str | None,
@@ -46,13 +47,13 @@ def plan_run(
 ) -> bool:
     """Print the estimate of a run; return whether it fits.
 
-    site: site file, or None for one machine. A run that is larger than a node of the site has trainers and
-    searchers on separate nodes. gpu: name of the GPU; None means the kind that the site requests, else
-    DEFAULT_GPU. gpus: number of GPUs of the machine; None means as many as the ranks need. nodes: number of
-    nodes of a job, from which the numbers of ranks follow; None takes them from the config. trainer_nodes:
-    number of these nodes that train; None means one in four. prompt_tokens: mean length of prompts; None
-    means an assumed length. Raises ConfigError for options that contradict each
-    other, an unknown model, or a site without GPUs.
+    overrides: those that ``config`` was loaded with. site: site file, or None for one machine. A run that is
+    larger than a node of the site has trainers and searchers on separate nodes. gpu: name of the GPU; None
+    means the kind that the site requests, else DEFAULT_GPU. gpus: number of GPUs of the machine; None means
+    as many as the ranks need. nodes: number of nodes of a job, from which the numbers of ranks follow; None
+    takes them from the config. trainer_nodes: number of these nodes that train; None means one in four.
+    prompt_tokens: mean length of prompts; None means an assumed length. Raises ConfigError for options that
+    contradict each other, an unknown model, or a site without GPUs.
     """
     if site is None and nodes is not None:
         raise ConfigError(f"--nodes {nodes} has no meaning without a cluster: add --site")
@@ -69,6 +70,7 @@ def plan_run(
     remarks: tuple[str, ...] = ()
     if cluster and nodes:
         split = plan(config, cluster, nodes, trainer_nodes)
+        refuse_rank_overrides(overrides, config, cluster, split)
         remarks = split.remarks
         config = parse_config(config.model_dump(mode="json", exclude_unset=True), split.overrides)
     asked = config.launch.trainers + config.launch.searchers * config.generator.tensor_parallel
@@ -88,7 +90,7 @@ def plan_run(
     for part in (
         *_head(config, found, guessed=len(kinds) != 1),
         _table(found),
-        *_verdict(config, found, remarks),
+        *_verdict(config, found, remarks, nodes),
     ):
         console.print(Text(part) if isinstance(part, str) else part)
     return not found.problems
@@ -144,11 +146,11 @@ def _table(found: Estimate) -> Table:
     return table
 
 
-def _verdict(config: Config, found: Estimate, remarks: Sequence[str]) -> Iterator[str]:
+def _verdict(config: Config, found: Estimate, remarks: Sequence[str], nodes: int | None) -> Iterator[str]:
     yield from (f"note: {note}" for note in (*remarks, *_notes(config)))
     yield CAVEAT
     yield from (f"does not fit: {problem}" for problem in found.problems)
-    yield from (f"  {sentence}" for sentence in advice(config, found))
+    yield from (f"  {sentence}" for sentence in advice(config, found, nodes))
 
 
 def _notes(config: Config) -> list[str]:

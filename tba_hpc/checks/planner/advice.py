@@ -15,15 +15,16 @@ LESS_CACHE = {True: "a smaller generator.kv_cache_mb", False: "a smaller generat
 MORE_CACHE = {True: "a larger generator.kv_cache_mb", False: "a larger generator.gpu_memory_utilization"}
 """Changes of the key that sizes the KV cache, by whether the config sets generator.kv_cache_mb."""
 
-MORE_TRAINERS = "more trainers (launch.trainers or --trainer-nodes)"
 MORE_GPUS = "more GPUs for an engine (generator.tensor_parallel)"
 
 Choices = Iterable[tuple[object, str]]
 """Pairs of a condition, and what helps if it is true."""
 
 
-def advice(config: Config, found: Estimate) -> Iterator[str]:
+def advice(config: Config, found: Estimate, nodes: int | None = None) -> Iterator[str]:
     """Yield a sentence of suggestions for each of these that lacks memory: trainers, searchers, a KV cache.
+
+    nodes: number of nodes of a job, from which the numbers of ranks follow; None: the config's count.
 
     If ranks that lack memory share GPUs, and would fit into a GPU each, the first sentence says how many GPUs
     that takes.
@@ -34,7 +35,7 @@ def advice(config: Config, found: Estimate) -> Iterator[str]:
         most = sum(device.count * len(device.ranks) for device in found.devices)
         yield f"with --gpus {most} each rank would have a GPU of its own"
     if TRAINER in short:
-        yield from _sentence("a trainer takes less with", _smaller_trainer(config, found))
+        yield from _sentence("a trainer takes less with", _smaller_trainer(config, found, nodes))
     if SEARCHER in short:
         yield from _sentence("a searcher takes less with", _smaller_searcher(config, found))
     if any(device.lacks == "KV cache" for device in found.devices):
@@ -51,7 +52,14 @@ def _sentence(start: str, choices: Choices) -> Iterator[str]:
         yield f"{start} {', '.join(others)}{' or ' if others else ''}{last}"
 
 
-def _smaller_trainer(config: Config, found: Estimate) -> Choices:
+def _more_trainers(nodes: int | None) -> str:
+    """Say how a run gets more trainers. nodes: as for ``advice``."""
+    if nodes is None:
+        return "more launch.trainers"
+    return "more launch.trainers and fewer launch.searchers" if nodes == 1 else "more --trainer-nodes"
+
+
+def _smaller_trainer(config: Config, found: Estimate, nodes: int | None) -> Choices:
     train, items, spread = config.train, found.items[TRAINER], not _share_gpus(found)
     backward, alone = "activations" in items, config.launch.trainers == 1
     searchers_fit = not any(device.problem for device in found.devices if SEARCHER in device.ranks)
@@ -63,9 +71,9 @@ def _smaller_trainer(config: Config, found: Estimate) -> Choices:
         ),
         (
             train.zero_stage < 3 and (spread or not alone),
-            "train.zero_stage=3" + (" with several launch.trainers" if alone else ""),
+            "train.zero_stage=3" + (f" with {_more_trainers(nodes)}" if alone else ""),
         ),
-        (train.zero_stage == 3 and spread, MORE_TRAINERS),
+        (train.zero_stage == 3 and spread, _more_trainers(nodes)),
         (searchers_fit and "reference, loaded when needed" in items, "train.reference.scored_by=searcher"),
         (not train.offloads_optimizer, OFFLOAD),
         (not config.model.lora, "model.lora"),
