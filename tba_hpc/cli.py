@@ -29,7 +29,7 @@ from tba_hpc.launch import LaunchError
 from tba_hpc.report.track.follow import require_login, require_trackers
 from tba_hpc.run import modules
 from tba_hpc.run.caches import keep_caches_private
-from tba_hpc.run.changes import consequences, is_done, refuse_steps_behind, resume_notice
+from tba_hpc.run.changes import changes, consequences, is_done, refuse_steps_behind, resume_notice
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.directory import RunDir
@@ -165,7 +165,8 @@ def run(
         typer.echo(dump_config(resolved) + remarks, nl=False)
         return
     if done:
-        typer.echo(f"{run_dir.path} is finished, so this is its summary; {AGAIN}", err=True)
+        ignored = "".join(f"; {key} is not changed" for key in changes(run_dir, resolved))
+        typer.echo(f"{run_dir.path} is finished, so this is its summary{ignored}; {AGAIN}", err=True)
         with though_output_is_lost():
             _show_results(run_dir, anew=False, as_json=as_json)
         return

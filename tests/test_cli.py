@@ -59,6 +59,15 @@ def test_status_tells_how_a_run_stands(run: RunDir) -> None:
     assert table.returncode == 0 and "7/80" in table.stdout
 
 
+def test_a_finished_run_says_which_keys_it_does_not_change(run: RunDir) -> None:
+    MetricsWriter(run.metrics_file("trainer")).log({"step": 80, "train/reward": 0.25})
+    run.mark_finished()
+    shown = tba("run", run.path, "--set", "train.learning_rate.peak=1e-6")
+    assert shown.returncode == 0
+    assert "so this is its summary; train.learning_rate.peak is not changed; to train again" in shown.stderr
+    assert run.config().train.learning_rate.peak != 1e-6
+
+
 def test_somebody_elses_run_is_summed_up() -> None:
     """As far as its files may be read; nothing is written."""
     with tempfile.TemporaryDirectory() as root:  # pytest's own folders are closed to others

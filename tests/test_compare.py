@@ -14,6 +14,7 @@ from rich.console import Console
 from typed import tba
 
 from tba_hpc.commands.compare import (
+    OTHER_SCORES,
     _score_of,
     compare,
     config_rows,
@@ -250,8 +251,10 @@ def test_scores_of_different_rewards_have_no_difference(runs: list[RunDir]) -> N
     evaluate(runs[1], "test", 3, (25, 25))
     first, second = compare([run.path for run in runs])
     assert second.gain and _score_of(first.data) == _score_of(second.data)
+    assert OTHER_SCORES not in remarks([first, second])
     second.data.config = parse_config({"model": {"path": "m"}, "task": {"name": "math"}})
     assert _score_of(first.data) != _score_of(second.data)
+    assert OTHER_SCORES in remarks([first, second])
 
 
 def test_a_run_that_has_no_last_evaluation_has_none(

@@ -250,6 +250,10 @@ def test_without_a_config_a_model_is_evaluated_in_its_own_dtype(tmp_path: Path, 
         (["org/model"], "org/model is not a run directory: check the path, or say on which task"),
         (["./nowhere", "--task", "math"], "tba: ./nowhere does not exist"),
         (["org/model", "--task", "math", "--set", "task.nam=x"], "did you mean 'task.name'"),
+        (
+            ["org/model", "--task", "math", "--reference", "./nowhere"],
+            r"\./nowhere, the reference of the perplexity, is not a folder: name another with --reference",
+        ),
         (["{run}", "--task", "math"], "is a run, which has a config of its own: leave out math"),
     ],
 )

@@ -571,9 +571,10 @@ def test_a_run_whose_searchers_are_all_elastic_speaks_of_those_present(tmp_path:
 
     assert words() == "the trainer starts"
     write(run.metrics_file("trainer"), [{"time": now - 60, "event": "started", "step": 0}])
-    assert words() == "waiting for an elastic searcher"
+    waiting = "waiting for an elastic searcher (tba search RUN, or on Slurm tba submit --elastic RUN)"
+    assert words() == waiting
     write(slot, [{"time": now - 55, "event": "engine", "stage": "ready"}])
-    assert words() == "waiting for an elastic searcher", "that one was killed"
+    assert words() == waiting, "that one was killed"
     monitor.elastic = {FIRST_ELASTIC: Owner(pid=1, since=now - 50)}
     assert words() == "starting ranks, which import their libraries"
     loading = {"time": now - 40, "event": "engine", "stage": "loading the model"}
@@ -593,7 +594,7 @@ def test_a_run_whose_searchers_are_all_elastic_speaks_of_those_present(tmp_path:
     write(run.metrics_file("trainer"), [step(4, now + 5), {"time": now + 16, "event": "waiting", "step": 4}])
     assert words() == "training waits for completions: none came for a while" and monitor.eta is None
     monitor.elastic = {}
-    assert words() == "training waits for an elastic searcher"
+    assert words() == f"training {waiting.replace('waiting', 'waits')}"
     assert facts(monitor, run_state(monitor))["elastic"] == "no searcher is present"
     monitor._opened, monitor.trainer.latest["time"] = now, now - 1500
     monitor.events[-1]["time"] = now - 1500

@@ -38,6 +38,9 @@ DIFFERENCES = (
 LEFT_OUT = "KL and perplexity are left out: these runs have different references"
 """Remark in place of the figures OF_REFERENCE."""
 
+OTHER_SCORES = "there is no difference of scores between different tasks or rewards"
+"""Remark in place of a difference."""
+
 OTHER_CODE = "the runs' code differs: a difference of scores may be one of their rewards"
 """Remark on scores that different versions of the user's code gave."""
 
@@ -177,7 +180,12 @@ def share_reference(runs: Sequence[Compared]) -> bool:
 def remarks(runs: Sequence[Compared]) -> list[str]:
     """Return what to bear in mind when the figures of these runs are compared."""
     codes = [_code(run.data.run) for run in runs]
-    found = {LEFT_OUT: not share_reference(runs), OTHER_CODE: any(code != codes[0] for code in codes)}
+    measures = [_score_of(run.data) for run in runs if run.summary.score_after]
+    found = {
+        LEFT_OUT: not share_reference(runs),
+        OTHER_SCORES: any(measure != measures[0] for measure in measures),
+        OTHER_CODE: any(code != codes[0] for code in codes),
+    }
     return [*over_seeds(runs), *(remark for remark, holds in found.items() if holds)]
 
 

@@ -232,8 +232,8 @@ def _ends_well(run: RunDir, job: str | None) -> bool:
     if job is None:
         return True
     state = slurm_queue.await_job(run)
-    if not run.finished:
-        print(f"job {job} ended as {state}: see {run.logs}/latest", file=sys.stderr)
+    told = f"{run.path} is finished" if run.finished else f"job {job} ended as {state}: see {run.logs}/latest"
+    print(told, file=sys.stderr)
     return run.finished
 
 

@@ -90,6 +90,10 @@ def _run(name: str, overrides: list[str], *, named: Path | str | None) -> Config
 def _checked(settings: Config, model: str, reference: str | None) -> Target:
     section = settings.model.model_copy(update={"path": model})
     settings = settings.model_copy(update={"model": section})
+    if reference and is_local(reference) and not Path(reference).is_dir():
+        raise ConfigError(
+            f"{reference}, the reference of the perplexity, is not a folder: name another with --reference"
+        )
     refuse([check_files], Facts(config=settings))
     return Target(settings, reference)
 

@@ -449,7 +449,7 @@ def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, units:
     if trainer_nodes is not None:
         raise ConfigError(
             f"--trainer-nodes {trainer_nodes} does not go with --nodes 1, where both roles share the node: "
-            "remove the option"
+            "remove the option, or let elastic searchers alone search (launch.elastic)"
         )
     ranks, searchers = config.launch.trainers, config.launch.searchers
     if ranks + searchers * engine != units or not searchers:

@@ -31,6 +31,9 @@ SILENT_RUN_SECONDS = 600.0
 OVER = {"created", "stopped", "aborted", "failed", "refused", "gone", "finished"}
 """States of a run that does nothing more by itself."""
 
+ELASTIC = "an elastic searcher (tba search RUN, or on Slurm tba submit --elastic RUN)"
+"""What a run without searchers of its own waits for, and the commands that start one."""
+
 RANKS_WAIT = ", waiting for its ranks to end"
 """Words about a finished run whose ranks are still there."""
 
@@ -435,7 +438,7 @@ def _at_work(monitor: RunMonitor) -> RunState:
             still = f", but no step has ended for {monitor.standstill / 60:.0f} min"
             return RunState("training", f"training{still if monitor.standstill else ''}")
         case "waiting" if monitor.all_elastic and not monitor.elastic:
-            return RunState("training", "training waits for an elastic searcher")
+            return RunState("training", f"training waits for {ELASTIC}")
         case "waiting":
             now = monitor.trainer.stretches[-1]
             why = "none came for a while" if now.last > now.first else "the first since the start"
@@ -455,7 +458,7 @@ def _at_work(monitor: RunMonitor) -> RunState:
         where = "" if monitor.saved is None else f" (resuming at step {monitor.saved})"
         return RunState("starting", f"the trainer starts{where}")
     if monitor.all_elastic and not monitor.elastic:
-        return RunState("starting", "waiting for an elastic searcher")
+        return RunState("starting", f"waiting for {ELASTIC}")
     if len(monitor.engines) < monitor.engines_expected:
         return RunState("starting", "starting ranks, which import their libraries")
     what = "the first weights and completions" if phase else "the trainer to load its model"

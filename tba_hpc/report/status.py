@@ -127,10 +127,10 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         "attempt": f"{attempt.name}, {attempt.trainers} trainer + {attempt.searchers} searcher ranks"
         if attempt and attempt.name
         else "",
-        "job": f"{job[0]['job']}{restarts}" if job else "",
+        "job": f"{job[0]['job']}{restarts}" if job else attempt.job if attempt else "",
         **{ROLES.get(component["id"].partition("+")[2], "ranks"): _component(component) for component in job},
         "elastic": " · ".join(_elastic(monitor, *one) for one in monitor.elastic.items())
-        or ("no searcher is present" if monitor.all_elastic and not now.over else ""),
+        or ("no searcher is present" if monitor.config.launch.elastic and not now.over else ""),
         "ETTR": "" if monitor.ettr is None else f"{percent(monitor.ettr)} of the time, waits included",
         "checkpoint": "" if monitor.saved is None else f"step {monitor.saved}{ago}",
         "postponed": f"{no_room}{trainer.postponed.get('fault')}" if trainer.postponed else "",
