@@ -737,8 +737,8 @@ def _open(path: Path, role: Role, index: int | None) -> RunDir:
 def _say_unfinished(run_dir: RunDir, reached: str, *, as_json: bool) -> None:
     """Say why a run has ended before its last step, or how to resume it; say nothing if it is finished."""
     if not run_dir.finished:
-        why = read_events(run_dir)[-1].get("sentence")
-        then = f": {why}" if why else f"; to resume: {run_command(run_dir)}"
+        why = [event["sentence"] for event in read_events(run_dir)[-1:] if "sentence" in event]
+        then = f": {why[0]}" if why else f"; to resume: {run_command(run_dir)}"
         typer.echo(f"stopped at step {reached}{then}", err=as_json)
 
 

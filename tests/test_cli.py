@@ -16,6 +16,7 @@ from shlex import quote
 import pytest
 from typed import tba
 
+from tba_hpc.cli import _say_unfinished
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import MetricsWriter
 
@@ -66,6 +67,13 @@ def test_a_finished_run_says_which_keys_it_does_not_change(run: RunDir) -> None:
     assert shown.returncode == 0
     assert "so this is its summary; train.learning_rate.peak is not changed; to train again" in shown.stderr
     assert run.config().train.learning_rate.peak != 1e-6
+
+
+def test_a_run_whose_events_a_full_disk_has_lost_is_resumed_all_the_same(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _say_unfinished(run, "7/80", as_json=False)
+    assert capsys.readouterr().out == f"stopped at step 7/80; to resume: tba run {run.path}\n"
 
 
 def test_somebody_elses_run_is_summed_up() -> None:
