@@ -69,15 +69,16 @@ def test_differences_against_published_intervals(
     [
         ([1.0] + [-1.0] * 7 + [0.0] * 13, False, -0.508, -0.013),
         ([0.0] * 98, False, -0.0277, 0.0277),
-        ([0.5, 1.5, 1.5, 0.5], True, 1 - 0.5658, 1 + 0.5658),
+        ([0.5, 1.5, 1.5, 0.5], True, 2 / 3 - 0.7185, 2 / 3 + 0.7185),
         ([0.0] * 98, True, 0.0, 0.0),
-        ([1.0, -1.0, 1.0, -1.0], True, -1.1316, 1.1316),
+        ([1.0] * 4 + [0.0] * 28, True, 4 / 34 - 0.1356, 4 / 34 + 0.1356),  # a sign test: p = .125
+        ([2.0, -2.0] * 200, True, -0.1955, 0.1955),
     ],
 )
 def test_paired_differences_against_intervals_by_hand(
     gaps: list[float], graded: bool, low: float, high: float
 ) -> None:
-    """Of 21 pairs one is won and 7 are lost; none of 98; rewards with standard errors 1/√12, 0, 1/√3."""
+    """Of 21 pairs one is won and 7 are lost; none of 98; rewards, of which the last have the error 2/√402."""
     found = paired_difference(gaps, graded=graded)
     assert found.value == pytest.approx(sum(gaps) / len(gaps))
     assert (found.low, found.high) == pytest.approx((low, high), abs=5e-4)

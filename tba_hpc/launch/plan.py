@@ -456,7 +456,9 @@ def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, units:
         ranks = _divisor(config, max(1, units // 4))
         searchers = (units - ranks) // engine
     if searchers < 1:
-        more = "" if site.gpus_per_node else ", or raise ranks_per_node in the site file"
+        more = ", or raise ranks_per_node in the site file"
+        if site.gpus_per_node:
+            more = ", or let both share it, by tba run in a batch script of your own (docs/slurm.md)"
         raise ConfigError(
             f"one node has room for {count(units, _unit(site))}, too few for a trainer and an engine of "
             f"generator.tensor_parallel={engine}: use --nodes 2{more}"

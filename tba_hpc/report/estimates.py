@@ -71,15 +71,17 @@ def difference(one: Estimate, other: Estimate) -> Estimate:
 def paired_difference(gaps: Sequence[float], *, graded: bool) -> Estimate:
     """Estimate the mean of differences between two scores of the same prompts.
 
-    gaps: the difference for each prompt. graded: whether scores are rewards of any size. If so, the interval
-    is the normal one. Otherwise scores are 1 for right and 0 for wrong answers, and the interval is that of
-    Bonett and Price (2012), which has a width even if there is no difference.
+    gaps: the difference for each prompt. graded: whether scores are rewards of any size; otherwise they are 1
+    for right and 0 for wrong answers. The interval is that of Bonett and Price (2012), which adds a prompt
+    won and a prompt lost, and so is wide if few prompts differ. Of rewards, these two differ by as much as
+    the prompts that differ do: the root of the mean square.
     """
-    if graded:
-        return mean(sum(gaps), sum(gap * gap for gap in gaps), len(gaps))
-    padded = [*gaps, 1.0, -1.0]
+    squares = [gap * gap for gap in gaps if gap]
+    typical = math.sqrt(fmean(squares or [0.0])) if graded else 1.0
+    padded = [*gaps, typical, -typical]
     centre, half = fmean(padded), Z * pstdev(padded) / math.sqrt(len(padded))
-    return Estimate(fmean(gaps), max(-1.0, centre - half), min(1.0, centre + half))
+    most = math.inf if graded else 1.0
+    return Estimate(fmean(gaps), max(-most, centre - half), min(most, centre + half))
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
