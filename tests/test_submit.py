@@ -17,9 +17,9 @@ from tba_hpc.commands.submit import (
     Ready,
     _left_out,
     _require_partition,
-    _slots,
     _slots_in_use,
     _submit,
+    _why,
     submit_elastic,
 )
 from tba_hpc.config import ConfigError, parse_config
@@ -35,11 +35,21 @@ GENERIC = Path(__file__).parents[1] / "slurm/sites/generic.yaml"
 PYTHON = quote(sys.executable)
 
 
-@pytest.mark.parametrize(("elastic", "said"), [(0, ""), (2, ", 2 slots for elastic searchers")])
-def test_a_submission_names_the_slots(tmp_path: Path, elastic: int, said: str) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "elastic", "said"),
+    [
+        (1, 0, "as split"),
+        (1, 2, "as split, 2 slots for elastic searchers"),
+        (2, 0, "as split; launch.trainers and .searchers do not count on several nodes"),
+    ],
+)
+def test_a_submission_names_the_slots_and_the_keys_without_effect(
+    tmp_path: Path, nodes: int, elastic: int, said: str
+) -> None:
     tree = {"run": {"root": str(tmp_path)}, "model": {"path": "models/tiny"}, "launch": {"elastic": elastic}}
-    ready = SimpleNamespace(run=RunDir.create(parse_config(tree)))
-    assert _slots(ready) == said  # type: ignore[arg-type]
+    split = SimpleNamespace(nodes=nodes, why="as split")
+    ready = SimpleNamespace(run=RunDir.create(parse_config(tree)), split=split)
+    assert _why(ready) == said  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

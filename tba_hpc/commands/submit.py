@@ -253,14 +253,16 @@ def _done(ready: Ready, job: str | None) -> dict[str, Any]:
         "commands": _commands(ready) if job else {},
         "warnings": [*ready.split.remarks, *(finding.sentence for finding in warnings)] if job else [],
         **asdict(ready.split),
-        "why": f"{ready.split.why}{_slots(ready)}; launch.trainers and .searchers do not count in a job",
+        "why": _why(ready),
     }
 
 
-def _slots(ready: Ready) -> str:
-    """Name the slots for elastic searchers; "" if there are none."""
+def _why(ready: Ready) -> str:
+    """Describe the split, with the slots for elastic searchers and the keys that do not count."""
     slots = ready.run.config().launch.elastic
-    return f", {count(slots, 'slot')} for elastic searchers" if slots else ""
+    words = f"{ready.split.why}, {count(slots, 'slot')} for elastic searchers" if slots else ready.split.why
+    several = ready.split.nodes > 1
+    return f"{words}; launch.trainers and .searchers do not count on several nodes" if several else words
 
 
 def _commands(ready: Ready) -> dict[str, str]:

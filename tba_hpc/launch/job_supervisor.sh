@@ -161,17 +161,19 @@ pass_on() {
     [ -n "$STEP" ] && [ -z "$GUARD" ] || return 0
     [ "${TRAINERS:-0}" != 0 ] || what="the searchers have $most to seal what is finished"
     say "$what"
-    repeat_stop "$STEP" >/dev/null 2>&1 &
+    repeat_stop "$STEP" 2>/dev/null &
     GUARD=$!
 }
 
 # repeat_stop SRUN: send USR1 to the process SRUN, which hands it to every rank of every component, until SRUN has
 # ended. The signal is repeated because srun may lose one that arrives while it starts the ranks. After
 # SAVE_SECONDS kill SRUN, because ranks that hang must not prevent the requeue: at its wall time Slurm ends a job
-# for good.
+# for good. Before that USR2 has the ranks write to their logs where they hang.
 repeat_stop() {
     local end=$((SECONDS + SAVE_SECONDS))
     while [ $SECONDS -lt $end ]; do kill -USR1 "$1" && sleep 2 || return; done
+    say "killing ranks that did not end in $SAVE_SECONDS s: their logs say where they hang"
+    kill -USR2 "$1" && sleep 2
     kill -KILL "$1"
 }
 

@@ -284,13 +284,14 @@ def test_a_stop_before_the_ranks_listen_still_requeues(cluster: Cluster, tmp_pat
     assert _events(run) == ["allocated", "signal", "stopped", "requeue", "allocated", "finished"]
 
 
-def test_ranks_that_do_not_stop_in_time_are_ended_and_the_job_requeues(
+def test_ranks_that_do_not_stop_in_time_say_where_they_hang_and_are_ended(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     deaf = tmp_path / "deaf.sh"
     deaf.write_text(
-        "#!/bin/bash\ntrap '' USR1 TERM\n"
-        '[ "${SLURM_RESTART_COUNT:-0}" = 0 ] && touch "$2/deaf-$SLURM_PROCID" && while :; do sleep 1; done\n'
+        "#!/bin/bash\ntrap '' USR1 TERM\ntrap 'touch \"$2/where-$SLURM_PROCID\"' USR2\n"
+        'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then touch "$2/deaf-$SLURM_PROCID"\n'
+        "while :; do sleep 0.1; done; fi\n"
         f'exec {" ".join(HELLO)} "$@"\n'
     )
     deaf.chmod(0o755)
@@ -303,6 +304,8 @@ def test_ranks_that_do_not_stop_in_time_are_ended_and_the_job_requeues(
     _finished(cluster, run, job)
     assert cluster.jobs(int(job))[0]["Restarts"] == "1"
     assert _events(run) == ["allocated", "signal", "failed", "requeue", "allocated", "finished"]
+    assert "killing ranks that did not end in 2 s: their logs say where they hang" in _log(run)
+    assert len(list(run.path.glob("where-*"))) == 6, "real ranks write their stacks on USR2"
 
 
 def test_a_killed_rank_costs_a_start_inside_the_allocation(cluster: Cluster, tmp_path: Path) -> None:
