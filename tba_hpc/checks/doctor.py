@@ -122,7 +122,7 @@ def _seen_from_nodes(here: Sequence[Finding], there: Sequence[Finding]) -> list[
     findings = []
     for finding in here:
         if joined and finding.name == folders.FILE_SYSTEM:
-            findings.append(ok(folders.FILE_SYSTEM, "the nodes of the trial see the run root"))
+            findings.append(ok(folders.FILE_SYSTEM, "the nodes of the trial job see the run root"))
         elif finding.name != mpi_checks.LIBRARY or finding.name not in known:
             findings.append(finding)
     return [*findings, *there]

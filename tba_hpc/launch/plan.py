@@ -109,7 +109,7 @@ class Site(Section):
     gpus_per_node: int = Field(4, ge=0)
     """GPUs per node. A job uses all GPUs of its nodes. 0: a cluster without GPUs."""
     ranks_per_node: int = Field(2, ge=1)
-    """Ranks per node on a cluster without GPUs."""
+    """Ranks per node on a cluster without GPUs. A job of one node needs at least 2."""
     gpu_request: str | None = "--gres=gpu:{gpus}"
     """Option that requests GPUs, such as ``--gres=gpu:a100:{gpus}`` or ``--gpus-per-node={gpus}``, where
     ``{gpus}`` stands for gpus_per_node. null: jobs get all GPUs of their nodes without requesting them."""
@@ -124,8 +124,8 @@ class Site(Section):
     time: str = Field("24:00:00", pattern=WALL_TIME, examples=WALL_TIMES)
     """Wall time of a job. The job of a run that needs more time requeues itself."""
     signal_seconds: int = Field(300, ge=2 * REQUEUE_SECONDS)
-    """Seconds before the end of the wall time at which the run is asked to checkpoint. The last 30 s are
-    reserved for the requeue. Slurm may ask up to 60 s earlier."""
+    """Seconds before the end of the wall time at which the run is asked to checkpoint, at least 60. The last
+    30 s are reserved for the requeue. Slurm may ask up to 60 s earlier."""
     requeue: bool = True
     """Let jobs requeue themselves. If false, submit the run again to resume it."""
     hetjob: bool = True
@@ -236,7 +236,7 @@ class Site(Section):
             raise ValueError(
                 f"signal_seconds={self.signal_seconds} leaves no time to train in a job of time={self.time}, "
                 f"since Slurm may ask for a checkpoint {EARLY_SIGNAL_SECONDS} s earlier: raise time, or "
-                "lower signal_seconds"
+                f"lower signal_seconds (at least {2 * REQUEUE_SECONDS})"
             )
         if self.container and self.venv:
             raise ValueError(
