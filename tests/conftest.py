@@ -23,7 +23,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Tests submit runs of several nodes into temporary folders, which many machines have in memory.
 os.environ["TBA_NODES_SHARE_TMPFS"] = "1"
 
-# readline, which pytest imports, exports a width of 80 to the workers. Commands would wrap their output at it.
+# readline, which pytest imports, exports a width of 80 to workers, at which commands wrap lines.
 os.environ.pop("COLUMNS", None)
 
 # A job in the background of a shell ignores Ctrl-C, and so would everything that tests start and interrupt.
