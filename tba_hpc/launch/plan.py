@@ -109,7 +109,7 @@ class Site(Section):
     gpus_per_node: int = Field(4, ge=0)
     """GPUs per node. A job uses all GPUs of its nodes. 0: a cluster without GPUs."""
     ranks_per_node: int = Field(2, ge=1)
-    """Ranks per node on a cluster without GPUs. A job of one node needs at least 2."""
+    """Ranks per node on a cluster without GPUs. For both roles on one node, at least 2."""
     gpu_request: str | None = "--gres=gpu:{gpus}"
     """Option that requests GPUs, such as ``--gres=gpu:a100:{gpus}`` or ``--gpus-per-node={gpus}``, where
     ``{gpus}`` stands for gpus_per_node. null: jobs get all GPUs of their nodes without requesting them."""
