@@ -80,7 +80,7 @@ from tba_hpc.run.inputs import require_same_model, require_same_prompts
 from tba_hpc.run.metrics import MetricsWriter, Value, record_seconds
 from tba_hpc.run.notes import note_at_work
 from tba_hpc.run.signals import StopFlag
-from tba_hpc.run.stacks import watched, watched_inside
+from tba_hpc.run.stacks import watched, watched_inside, write_stacks_to_log
 from tba_hpc.run.underway import Underway
 from tba_hpc.tasks import load_task
 
@@ -290,6 +290,7 @@ def _search_for_a_while(run: RunDir, config: Config) -> None:
     if run.finished:
         log.info("%s is finished: no searcher is needed", run.path)
         return
+    write_stacks_to_log()
     with leaving_at_once(), leased_slot(run, config) as slot, explained():
         log.info("searcher %d, in slot %d of %s", slot.searcher, slot.searcher - FIRST_ELASTIC, run.path)
         Placement.alone(config, slot.searcher).choose_gpus()

@@ -172,7 +172,7 @@ pass_on() {
 repeat_stop() {
     local end=$((SECONDS + SAVE_SECONDS))
     while [ $SECONDS -lt $end ]; do kill -USR1 "$1" && sleep 2 || return; done
-    say "killing ranks that did not end in $SAVE_SECONDS s: their logs say where they hang"
+    say "the step of the ranks did not end in $SAVE_SECONDS s: killing it; a rank that hangs says in its log where"
     kill -USR2 "$1" && sleep 2
     kill -KILL "$1"
 }

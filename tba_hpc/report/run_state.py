@@ -32,7 +32,7 @@ OVER = {"created", "stopped", "aborted", "failed", "refused", "gone", "finished"
 """States of a run that does nothing more by itself."""
 
 ELASTIC = "an elastic searcher (tba search RUN, or on Slurm tba submit --elastic RUN)"
-"""What a run without searchers of its own waits for, and the commands that start one."""
+"""Description of what a run without other searchers waits for, with the commands that start it."""
 
 RANKS_WAIT = ", waiting for its ranks to end"
 """Words about a finished run whose ranks are still there."""

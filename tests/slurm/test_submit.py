@@ -304,7 +304,7 @@ def test_ranks_that_do_not_stop_in_time_say_where_they_hang_and_are_ended(
     _finished(cluster, run, job)
     assert cluster.jobs(int(job))[0]["Restarts"] == "1"
     assert _events(run) == ["allocated", "signal", "failed", "requeue", "allocated", "finished"]
-    assert "killing ranks that did not end in 2 s: their logs say where they hang" in _log(run)
+    assert "did not end in 2 s: killing it; a rank that hangs says in its log where" in _log(run)
     assert len(list(run.path.glob("where-*"))) == 6, "real ranks write their stacks on USR2"
 
 

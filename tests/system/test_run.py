@@ -315,9 +315,11 @@ def test_searchers_come_and_go_while_a_run_trains(tmp_path: Path) -> None:
     code, out, err = finish(join())
     assert code == 3 and "all slots of" in out + err, out + err
     wait_for(lambda: merged() >= {0, 5000, 5001}, process)
+    first.send_signal(signal.SIGUSR2)  # asks where it is, and ends nothing
     first.send_signal(signal.SIGUSR1)
     code, out, err = finish(first)
     assert code == 0 and "leaving: stopped" in out + err and left(5000), out + err
+    assert 'runtime.py", line' in err and "in _stay" in err, err
     second.kill()
     second.communicate()
     last = join()
