@@ -163,7 +163,6 @@ def leading(
     pending = _pending_shards(run, config).read_all(saved.state.cursors)
     state = merge_pending(config, pending, saved, metrics)
     exchange = open_exchange(Progress(saved.completed, state.cursors))
-    note_at_work(run)
     if saved.folder:  # loaded only now, since the other trainer ranks follow once they are in the exchange
         if find_evaluation(run, "test", 0) is None:  # was interrupted; the learner still has initial weights
             _publish_first(exchange, config, learner)
@@ -175,6 +174,7 @@ def leading(
         kept_share=config.exchange.keep_shards,
     )
     with StopFlag() as stop, watched_inside():
+        note_at_work(run)
         yield Trainer(
             config,
             learner=learner,

@@ -57,7 +57,7 @@ def make_config(root: Path, **sections: dict[str, object]) -> Config:
 
 
 class MarkedLearner(TabularLearner):
-    """In its ``nth`` step of a start it sends its own process a signal.
+    """In its ``nth`` step of a start, or while it loads a checkpoint (0), it sends its own process a signal.
 
     It refuses batches that are staler than the run allows, or scored by another reference than the one in
     force, bit by bit.
@@ -68,6 +68,12 @@ class MarkedLearner(TabularLearner):
         self._run = run
         self._sent = sent
         self._left = nth
+
+    def load(self, folder: Path) -> None:
+        """Restore a checkpoint."""
+        if self._left == 0 and self._sent:
+            os.kill(os.getpid(), self._sent)
+        super().load(folder)
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
         """One optimizer step."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tabular_run
 from recorded import happen
 from typed import tba
 from waiting import until
@@ -24,6 +25,7 @@ from tba_hpc.launch import LaunchError, stop
 from tba_hpc.run import owners
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
+from tba_hpc.run.notes import at_work
 from tba_hpc.run.owners import Owner, take_lease
 from tests.test_local_launch import Launched, alive, config_of
 
@@ -222,6 +224,17 @@ def test_a_job_that_nobody_here_knows_of_is_said_so(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match=r"job 7 may be at work on .* squeue does not answer here"):
         stop.stop(run)
+
+
+def test_a_trainer_that_a_request_ends_before_it_obeys_leaves_no_mark_that_it_does(tmp_path: Path) -> None:
+    """The launcher tells by the mark that such a trainer has not failed."""
+    run = RunDir.create(tabular_run.make_config(tmp_path))
+    process = tabular_run.start(run, searchers=1, sent=signal.SIGTERM, nth=12)
+    process.join(240)
+    assert process.exitcode == 0 and at_work(run.attempt)
+    process = tabular_run.start(run, searchers=1, sent=signal.SIGTERM, nth=0)
+    process.join(240)
+    assert process.exitcode == -signal.SIGTERM and not at_work(run.attempt)
 
 
 def test_the_commands_print_one_sentence(run: RunDir) -> None:

@@ -1,6 +1,6 @@
 """Files that ranks leave in an attempt's folder for their launcher.
 
-They are logs, notes that say why a rank failed, and a mark that all ranks have joined.
+They are logs, notes that say why a rank failed, and a mark that all ranks are at work.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Exit(IntEnum):
 
 
 AT_WORK_FILE = "at-work"
-"""Name of the file in an attempt's folder that marks that all ranks have joined."""
+"""Name of the file in an attempt's folder that says: all ranks have joined, and obey requests to stop."""
 
 Kind = Literal["refused", "failed"]
 """Kind of a rank's failure: ``refused`` if only the user can fix the cause, otherwise ``failed``."""
@@ -97,10 +97,13 @@ def disk_full(path: Path) -> str:
 
 
 def note_at_work(run: RunDir) -> None:
-    """Record that all ranks of this attempt have joined. The leading trainer calls this."""
+    """Record that all ranks of this attempt have joined, and obey requests to stop.
+
+    The leading trainer calls this. A request that ends it earlier is no failure, as nothing has been trained.
+    """
     (run.attempt / AT_WORK_FILE).touch()
 
 
 def at_work(logs: Path) -> bool:
-    """Return whether all ranks of the attempt with this folder have joined."""
+    """Return whether all ranks of the attempt with this folder have joined, and obey requests to stop."""
     return (logs / AT_WORK_FILE).exists()

@@ -348,6 +348,49 @@ def test_a_stop_that_waits_returns_after_the_runs_last_line(tmp_path: Path) -> N
     process.wait(START_SECONDS)
 
 
+SLOW_TO_LOAD = """
+import time
+from pathlib import Path
+from lab.tabular import Unhurried
+
+class Model(Unhurried):
+    def learner(self, **given):
+        learner = super().learner(**given)
+        load = learner.load
+        def slowly(folder):
+            mark = Path("{mark}")
+            if not mark.exists():
+                mark.touch()
+                time.sleep(120)
+            load(folder)
+        learner.load = slowly
+        return learner
+"""
+"""A model of one's own, whose first checkpoint takes two minutes to load."""
+
+
+@pytest.mark.parametrize("transport", ["mpi", "files"])
+def test_a_stop_while_a_checkpoint_is_loaded_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tools"))
+    (tmp_path / "own.yaml").write_text(CONFIG.read_text())
+    (tmp_path / "late.py").write_text(SLOW_TO_LOAD.format(mark=tmp_path / "loading"))
+    settings = [f"run.root={tmp_path}", f"exchange.transport={transport}", "model.path=late:Model"]
+    command = ["run", tmp_path / "own.yaml", *(word for one in settings for word in ("--set", one))]
+    process = tba(*command)
+    wait_for(lambda: steps_done(tmp_path) >= 6, process)
+    stop(process)
+    process = tba(*command)
+    wait_for((tmp_path / "loading").exists, process)
+    assert "nothing was trained, nothing is lost" in " ".join(stop(process).split())
+    run = RunDir.open(tmp_path / NAME)
+    assert [event["event"] for event in read_events(run)] == ["start", "signal", "stopped"] * 2
+    code, out, err = finish(tba(*command))
+    assert code == 0, out + err
+    assert_whole(run)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 24 MB."""
