@@ -485,7 +485,7 @@ def test_an_elastic_searcher_waits_for_a_trainer_that_restarts_and_ends_with_the
     publish(lead, 4)
     attempt = guest.attempt
     lead.close()
-    assert not guest.closed and "the trainer has stopped before the end: waiting up to 60 s" in caplog.text
+    assert not guest.closed and "stopped or is requeued: waiting 60 s at most for a resume" in caplog.text
     lead = trainer(run, attempt="second")
     publish(lead, 2)  # from an older checkpoint
     assert (attempt, guest.attempt) == ("first", "second")

@@ -446,12 +446,13 @@ def test_slurms_signal_to_all_processes_of_a_job_does_not_end_the_messages(tmp_p
 def test_who_ends_a_watch_of_his_own_ends_no_run(tmp_path: Path) -> None:
     run = run_that_tells(tmp_path, command=to_file(tmp_path))
     with owned(run):
-        process = subprocess.Popen([sys.executable, "-m", "tba_hpc", "watch", str(run.path)])
+        command = [sys.executable, "-m", "tba_hpc", "watch", str(run.path)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         begin(run, time.time())
         _until(lambda: len(told(tmp_path)) == 1)
         process.terminate()
-        process.wait(60)
-    assert len(told(tmp_path)) == 1
+        _, said = process.communicate(timeout=60)
+    assert len(told(tmp_path)) == 1 and "messages follow when something changes" in said
 
 
 def _until(done: object) -> None:

@@ -658,7 +658,7 @@ class ElasticSearcherExchange(FileSearcherExchange):
         self._run_is_over = closed and self._finished()
         if manifest and closed and not self._run_is_over and manifest.attempt != self._away:
             self._away = manifest.attempt
-            log.info("the trainer has stopped before the end: waiting up to %g s for it", self._deadline)
+            log.info("the run has stopped or is requeued: waiting %g s at most for a resume", self._deadline)
         return manifest
 
 

@@ -268,6 +268,8 @@ def watch(run: RunDir, queue: Queue, *, beside: bool = False) -> None:
         signal.signal(number, leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see _wait_with_signals
     notifier = Notifier(run, queue, since=psutil.Process().create_time() - BOOT_SECONDS, beside=beside)
+    if not beside:
+        log.info("%s: messages follow when something changes, until it is finished; Ctrl-C ends", run.path)
     while not asked.is_set():
         with suppress(OSError):  # the run's folder may be unreachable for a while
             if notifier.look().state == "finished":
