@@ -95,6 +95,17 @@ def test_an_older_export_and_a_question_without_a_format_are_told(
     assert "as it is" not in capsys.readouterr().out
 
 
+def test_a_model_taken_home_is_asked_without_initial_model_or_data(tmp_path: Path, model: Path) -> None:
+    config = tmp_path / "config.yaml"
+    task = {"name": "jsonl", "train_file": str(tmp_path / "gone.jsonl"), "reward": "rewards:right"}
+    tree = {"model": {"path": str(tmp_path / "gone"), "dtype": "float32"}, "task": task}
+    tree["task"]["options"] = {"template": "Q: {prompt}\n"}  # type: ignore[index]
+    config.write_text(json.dumps(tree))
+    (tmp_path / "rewards.py").write_text("def right(completion): return 1")
+    asked = ask(str(model), QUESTION, config=config, max_tokens=4)
+    assert asked.prompt == f"Q: {QUESTION}\n" and asked.replies[0].text == greedy(model, asked.prompt, 4)
+
+
 def test_a_problem_of_the_task_is_put_as_the_task_puts_it(tmp_path: Path, model: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"question": QUESTION, "answer": "#### 7"}) * 1 + "\n")

@@ -103,6 +103,15 @@ def test_questions_put_to_the_quickstart_are_such_as_it_was_trained_on(question:
     assert question in workflow and f'grep -F "#### {problem.totals[-1]}"' in workflow
 
 
+def test_the_page_on_own_tasks_lists_the_words_that_the_tiny_model_knows() -> None:
+    page = " ".join((REPOSITORY / "docs/own-task.md").read_text().split())
+    words = (arithmetic.NAMES, arithmetic.ITEMS, arithmetic.GAINS, arithmetic.LOSSES)
+    assert f"in these words: {'; '.join(', '.join(one) for one in words)}. For other texts" in page
+    (few, many), (least, most) = arithmetic.START, arithmetic.CHANGE
+    assert f"{few} to {many} things, then two to four changes by {least} to {most}," in page
+    assert arithmetic.STEPS == (2, 4)
+
+
 # --- Names ---
 
 
@@ -157,7 +166,7 @@ def test_what_is_carried_over_to_one_gpu_takes_the_memory_that_the_page_names(tm
     script["model"]["path"] = str(tmp_path)
     shared = {**script, **{name: {**script[name], **more} for name, more in sections.items()}}
     page = (REPOSITORY / "docs/coming-from.md").read_text()
-    named = [float(size) for size in re.findall(r"([\d.]+) GiB (?:of 24|with)", page)]
+    named = [float(size) for size in re.findall(r"([\d.]+) GiB (?:of 23.5|with)", page)]
     for size, changes in zip(named, ([], ["model.lora={}"]), strict=True):
         found = estimate(parse_config(shared, changes), GPUS["rtx4090-24"], gpus=1)
         assert not found.problems and found.devices[0].bytes / 2**30 == pytest.approx(size, abs=0.05)

@@ -25,7 +25,7 @@ from tba_hpc.core import task_contract
 from tba_hpc.core.ports import Task, Tokenizer, Victim
 from tba_hpc.core.types import Completion, Group, Request, Sampling
 from tba_hpc.core.wording import count
-from tba_hpc.evaluate.target import find_target, refuse_missing
+from tba_hpc.evaluate.target import find_subject, refuse_missing
 from tba_hpc.report.samples.show import SEQUENCE
 from tba_hpc.report.tables import Indented, Terminal
 from tba_hpc.tasks import make_task
@@ -173,7 +173,7 @@ def _load(name: str, config: Path | None, overrides: list[str]) -> tuple[Config 
     from tba_hpc.learner.hf_answers import HfAnswers
 
     if config or (Path(name) / "config.yaml").is_file():
-        found = find_target(name, config=config, task=None, overrides=overrides, reference=None).config
+        found, _ = find_subject(name, config=config, overrides=overrides)
         return found, HfAnswers(found.model.path, found.model.dtype)
     if overrides:
         raise ConfigError(f"--set {overrides[0]} has no config to change: name one with --config")

@@ -1,11 +1,11 @@
-"""Finds what ``tba evaluate`` evaluates: the model, the task and the reference.
+"""Finds what ``tba evaluate`` evaluates and ``tba ask`` asks: the model, the task and the reference.
 
 Loads no model. If a model is evaluated without a config, the model's config.json is read for its dtype.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.text import Text
@@ -41,6 +41,26 @@ def find_target(
     reference: path of the reference; None: the initial model of the run or config. For a model without a
     config, None means no reference, and the dtype is the model's own unless ``overrides`` set one.
 
+    Raises ConfigError as ``find_subject`` does, or if the reference or a file of the config does not exist.
+    """
+    settings, initial = find_subject(name, config=config, task=task, overrides=overrides)
+    refuse([check_files], Facts(config=settings))
+    reference = reference or initial
+    if reference and is_local(reference) and not Path(reference).is_dir():
+        raise ConfigError(
+            f"{reference}, the reference of the perplexity, is not a folder: name another with --reference"
+        )
+    return Target(settings if initial else _in_its_own_dtype(settings), reference)
+
+
+def find_subject(
+    name: str, *, config: Path | None, task: str | None = None, overrides: list[str]
+) -> tuple[Config, str | None]:
+    """Return a config with the model and the task that the command line names, and the initial model's path.
+
+    Takes the arguments of ``find_target``. The path is None for a model without a config. Neither the initial
+    model nor data files need exist, so that a trained model can be asked on another machine.
+
     Raises ConfigError if there is no such run or model, if the run has no model yet, or if nothing names the
     task.
     """
@@ -52,14 +72,13 @@ def find_target(
         settings, model = load_config(config, overrides), name
         modules.use(modules.folder_of(config))
     elif task:
-        settings = parse_config({"model": {"path": name}, "task": {"name": task}}, overrides)
-        return _in_its_own_dtype(_checked(settings, name, reference))
+        return parse_config({"model": {"path": name}, "task": {"name": task}}, overrides), None
     else:
         raise ConfigError(
             f"{name} is not a run directory: check the path, or say on which task this model is to be "
             "evaluated, with --config FILE or --task NAME"
         )
-    return _checked(settings, model, reference or settings.model.path)
+    return _of_model(settings, model), settings.model.path
 
 
 def refuse_missing(name: str) -> None:
@@ -87,23 +106,18 @@ def _run(name: str, overrides: list[str], *, named: Path | str | None) -> Config
     return load_config(run.config_file, overrides)
 
 
-def _checked(settings: Config, model: str, reference: str | None) -> Target:
-    section = settings.model.model_copy(update={"path": model})
-    settings = settings.model_copy(update={"model": section})
-    if reference and is_local(reference) and not Path(reference).is_dir():
-        raise ConfigError(
-            f"{reference}, the reference of the perplexity, is not a folder: name another with --reference"
-        )
-    refuse([check_files], Facts(config=settings))
-    return Target(settings, reference)
+def _of_model(settings: Config, path: str) -> Config:
+    """Return the config with another model's path."""
+    section = settings.model.model_copy(update={"path": path})
+    return settings.model_copy(update={"model": section})
 
 
-def _in_its_own_dtype(target: Target) -> Target:
+def _in_its_own_dtype(settings: Config) -> Config:
     """Set the config's dtype to the one in the model's config.json, unless an override has set a dtype."""
-    section = target.config.model
+    section = settings.model
     if "dtype" in section.model_fields_set:
-        return target
+        return settings
     from tba_hpc.learner.hf_model import stored_dtype
 
     section = section.model_copy(update={"dtype": stored_dtype(section.path)})
-    return replace(target, config=target.config.model_copy(update={"model": section}))
+    return settings.model_copy(update={"model": section})
