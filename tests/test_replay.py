@@ -327,8 +327,9 @@ def test_where_the_shards_end_the_replay_ends(tmp_path: Path, capfd: pytest.Capt
     settings = ["model.path=own_model:Model", "run.name=more", "train.steps=30"]
     replay_run(source.path, settings, partial=True)
     used_up = "the recorded shards are used up"
-    assert capfd.readouterr().out.splitlines()[-1] == f"stopped at step 12/30: {used_up}"
-    run = RunDir(source.path.with_name("more-seed0"))
+    run, printed = RunDir(source.path.with_name("more-seed0")), capfd.readouterr()
+    assert printed.out.splitlines()[-1] == f"stopped at step 12/30: {used_up}"
+    assert f"replaying 12 shards; to watch: tba status {run.path}\n" in printed.err
     assert len(_losses(run)) == 12 and (run.export / "model.safetensors").exists() and not run.finished
     monitor = RunMonitor(run)
     monitor.update()

@@ -82,7 +82,11 @@ def test_the_page_counts_the_elastic_searchers_that_took_part(run: RunDir) -> No
     for index in (0, 1, FIRST_ELASTIC, FIRST_ELASTIC + 2):
         write(run.metrics_file("searcher", index), [search(100.0, 700, 50.0)])
     data = RunData.read(run)
-    assert " · 1 trainer + 2 searchers + 2 elastic searchers<" in page.render(data, summary_of(data))
+    roles = " · 1 trainer + 2 searchers + 2 elastic searchers"
+    assert f"{roles} · as of 20" in page.render(data, summary_of(data))
+    run.mark_finished()
+    data = RunData.read(run)
+    assert f"{roles}<" in page.render(data, summary_of(data))
 
 
 def test_ettr_is_the_seconds_of_steps_that_count_over_those_that_machines_were_held(run: RunDir) -> None:

@@ -161,8 +161,8 @@ def test_a_run_in_a_batch_script_of_ones_own_goes_on_if_that_queues_again(run: R
     happen(run, time.time(), "stopped", job="7")
     happen(run, time.time(), "preempted", job="7")
     found = run_state(look(run, lambda _: []))
-    goes_on = "it goes on if its batch script queues again"
-    assert found.words == f"stopped at step 4, preempted, cancelled or out of time: {goes_on}"
+    why = "its job was preempted, cancelled or out of time"
+    assert found.words == f"stopped at step 4, as {why}: unless that job is queued again, resume it"
     assert (found.state, found.command) == ("stopped", f"tba run {run.path}")
 
 

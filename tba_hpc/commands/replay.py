@@ -15,16 +15,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rich.text import Text
+
 from tba_hpc import runtime
 from tba_hpc.config import Config, ConfigError, TrainSection, differences, parse_config, value_text
 from tba_hpc.core.ports import Learner
 from tba_hpc.core.prompts import Progress
 from tba_hpc.core.schedules import decay_end
 from tba_hpc.core.types import Shard
+from tba_hpc.core.wording import count
 from tba_hpc.exchange.hdf5_shards import read_sealed
 from tba_hpc.exchange.replay_exchange import Recording, ReplayExchange, of_behaviour
 from tba_hpc.loops.freshness import Freshness
 from tba_hpc.loops.restoring import verify_checkpoints
+from tba_hpc.report.tables import Terminal
 from tba_hpc.report.track.follow import tracked
 from tba_hpc.run import modules
 from tba_hpc.run.changes import create as create_run
@@ -74,6 +78,9 @@ def replay(
         command = shlex.join(["tba", "replay", of, *flags, *settings])
         write_atomic(run.replay_note, json.dumps({**note, "command": command}))
         log_event(run, "start", attempt=run.begin_attempt().name, trainers=1, searchers=0)
+        shards = sum(len(arrival.shards) for arrival in recording.arrivals)
+        watch = shlex.join(["tba", "status", str(run.path)])
+        Terminal(stderr=True).print(Text(f"replaying {count(shards, 'shard')}; to watch: {watch}"))
         with tracked(run, config):
             train_on(run, config, recording, read)
     return run, config

@@ -143,7 +143,8 @@ def _subtitle(data: RunData) -> str:
     ranks, objective = config.launch, config.train.objective.name.replace("_", " ")
     roles = f"{count(ranks.trainers, 'trainer')} + {count(ranks.searchers, 'searcher')}"
     roles += f" + {count(elastic, 'elastic searcher')}" if elastic else ""
-    return f"{config.task.name} · {Path(config.model.path).name} · {objective} · {roles}"
+    since = "" if data.finished else f" · as of {_utc(time.time())} UTC"
+    return f"{config.task.name} · {Path(config.model.path).name} · {objective} · {roles}{since}"
 
 
 def _changed(data: RunData) -> list[str]:

@@ -381,9 +381,9 @@ def _ended(monitor: RunMonitor) -> RunState | None:
         case "stopped":
             return RunState("stopped", f"stopped at step {step}")
         case "preempted":
-            goes_on = "it goes on if its batch script queues again"
+            why = "its job was preempted, cancelled or out of time"
             return RunState(
-                "stopped", f"stopped at step {step}, preempted, cancelled or out of time: {goes_on}"
+                "stopped", f"stopped at step {step}, as {why}: unless that job is queued again, resume it"
             )
         case "changed":
             end = monitor.config.train.steps
